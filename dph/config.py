@@ -1,0 +1,328 @@
+"""Every setting of the project: its name, default, meaning and bounds. The only home of defaults.
+
+A config is a TOML file of the sections below; `extends = "other.toml"` (beside it) starts from another file, and
+`--section.key=value` on the command line has the last word. Strict: an unknown key, a wrong type, a value out of
+bounds is a UserError that names the key, the value and what would be right.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dph.errors import UserError
+
+
+def key(
+    default: Any, meaning: str, choices: Sequence[str] = (), low: float | None = None, high: float | None = None
+) -> Any:
+    """A dataclass field with its meaning (for --help) and its bounds (low <= value <= high)."""
+    metadata = {"meaning": meaning, "choices": tuple(choices), "low": low, "high": high}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """[run] where and how a run happens."""
+
+    name: str = key("run", "name of the run; its folder is FOLDER/NAME")
+    folder: str = key("runs", "folder of all runs")
+    seed: int = key(0, "seed of data order, sampling and generated worlds", low=0)
+    device: str = key("auto", "auto takes cuda where there is one", choices=("auto", "cpu", "cuda"))
+    dtype: str = key("fp32", "bf16: autocast over fp32 weights", choices=("fp32", "bf16"))
+    threads: int = key(0, "CPU threads; 0 leaves PyTorch's own choice", low=0)
+    tensorboard: bool = key(False, "also write TensorBoard events (needs tensorboard installed)")
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """[model] the initial policy, pi_ref."""
+
+    path: str = key("miniature", "folder in Hugging Face layout, a hub name, or 'miniature' (trained on demand)")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """[data] prompts and how their answers are judged. A source is TASK:WHERE[?option=value&...]."""
+
+    train: str = key("miniature:train", "source of the training prompts, e.g. math:gsm8k/train.jsonl?limit=500")
+    eval: tuple[str, ...] = key((), "sources of the evaluation sets; the first is in domain")
+    system: str = key("", "system message put before every prompt that has none")
+    instruction: str = key("", "text appended to every bare question")
+    fields: dict[str, str] = key({}, "column names of other files: {prompt = ..., answer = ...}")
+    strict: bool = key(True, "math: only a box or #### counts as an answer")
+    db_root: str = key("", "sql: folder of the databases")
+    sql_match: str = key("bird", "sql: bird compares sets of rows, spider bags", choices=("bird", "spider"))
+    grader_timeout: float = key(3.0, "seconds one answer may take to grade", low=0.01)
+    grader_workers: int = key(1, "processes that grade", low=1)
+    max_prompt_tokens: int = key(1024, "longer prompts are left out, and counted", low=1)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """[sampling] how a policy answers, in pre-sampling and training."""
+
+    temperature: float = key(1.0, "tau: all log-probabilities are of softmax(logits / tau)", low=0.01)
+    max_new_tokens: int = key(512, "longest answer, the end token included", low=1)
+    max_rows: int = key(64, "answers written side by side", low=1)
+
+
+@dataclass(frozen=True)
+class PresampleConfig:
+    """[presample] the partition into D_pef and D_exp (E7)."""
+
+    responses: int = key(8, "k, answers of pi_ref to each training prompt", low=1)
+    threshold: int = key(8, "near-perfect from this many correct answers of k", low=1)
+    confirm: bool = key(True, "one more sample must be correct too; false keeps the k samples' correct answers")
+    rehearsal_responses: int = key(1, "answers drawn for rehearsal of each near-perfect prompt", low=1)
+    top_p: float = key(1.0, "nucleus used here alone", low=0.01, high=1.0)
+    drop_unsolved: bool = key(False, "leave prompts without a correct answer out of D_exp")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """[loss] the objective: L_exp (E4) and eta times one divergence, from the reference's samples or our own."""
+
+    divergence: str = key("none", "name of a generator of dph/divergences.py, or none")
+    samples: str = key(
+        "reference", "reference: rehearsal on D_pef (E5); own: penalty on rollouts (E2)", choices=("reference", "own")
+    )
+    eta: float = key(0.0, "weight of the divergence (E6)", low=0.0)
+    alpha: float = key(0.5, "order of the alpha divergence", low=0.0, high=1.0)
+    skew: float = key(0.5, "lambda of skew_js", low=0.0, high=1.0)
+    divergence_form: str = key(
+        "standard", "plain: forward_kl as -log u, supervised rehearsal", choices=("standard", "plain")
+    )
+    penalty_estimator: str = key("k3", "with own samples", choices=("k3", "k3_importance", "exact"))
+    clip_low: float = key(0.2, "epsilon_low of the clipped ratio", low=0.0, high=1.0)
+    clip_high: float = key(0.28, "epsilon_high", low=0.0)
+    dual_clip: float = key(0.0, "c > 1 bounds the loss of negative advantages; 0 is off", low=0.0)
+    aggregation: str = key("token-mean", "E4", choices=("token-mean", "sequence-mean", "sequence-sum"))
+    aggregation_length: int = key(0, "L of sequence-sum; 0 takes sampling.max_new_tokens", low=0)
+    advantage_std: bool = key(True, "divide by the group's standard deviation; false is Dr. GRPO")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """[train] the loop."""
+
+    steps: int = key(200, "rollout steps", low=0)
+    prompts_per_step: int = key(24, "prompts of D_exp a step", low=1)
+    responses_per_prompt: int = key(8, "G, answers of one group", low=2)
+    updates_per_step: int = key(2, "optimizer steps a rollout step is cut into", low=1)
+    rehearsal_rows: int = key(64, "stored answers of D_pef in one optimizer step", low=1)
+    microbatch_tokens: int = key(16384, "tokens, padding included, of one forward and backward pass", low=1)
+    eval_every: int = key(50, "steps between evaluations; 0 never", low=0)
+    save_every: int = key(50, "steps between checkpoints; 0 only at the end", low=0)
+    keep_last: int = key(2, "checkpoints kept", low=1)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """[optim] AdamW."""
+
+    lr: float = key(1e-6, "learning rate", low=0.0)
+    betas: tuple[float, ...] = key((0.9, 0.99), "decay of the two moments", low=0.0, high=0.99999)
+    weight_decay: float = key(0.0, "decoupled weight decay", low=0.0)
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up", low=0)
+    grad_clip: float = key(1.0, "largest norm of the gradient; 0 is off", low=0.0)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """[eval] greedy, pass@1 and pass@k (E11)."""
+
+    samples: int = key(64, "n, answers to each prompt in a full evaluation", low=1)
+    k: tuple[int, ...] = key((1, 8, 16, 32), "the k of pass@k", low=1)
+    temperature: float = key(1.0, "temperature of the n answers", low=0.01)
+    top_p: float = key(1.0, "nucleus of the n answers", low=0.01, high=1.0)
+    greedy: bool = key(True, "also one answer at temperature 0")
+    during_samples: int = key(8, "n of the evaluations during training", low=1)
+    during_prompts: int = key(64, "prompts of each set in those", low=1)
+    final: bool = key(True, "train.py ends with a full evaluation of base and result")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All sections. `load_config` makes one and checks it."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    presample: PresampleConfig = field(default_factory=PresampleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where everything of this run lies."""
+        return Path(self.run.folder) / self.run.name
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file (None: defaults alone) and `--section.key=value` arguments into a checked Config."""
+    tables = _read_tables(Path(path)) if path is not None else {}
+    for argument in overrides:
+        section, name, value = _split_override(argument)
+        tables.setdefault(section, {})[name] = value
+    sections = {f.name: f for f in dataclasses.fields(Config)}
+    for name in tables:
+        if name not in sections:
+            raise UserError(f"unknown section [{name}]{_nearest(name, sections)}")
+    config = Config(**{name: _section(f.default_factory, name, tables.get(name, {})) for name, f in sections.items()})
+    _check(config)
+    return config
+
+
+def _read_tables(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, dict[str, Any]]:
+    """The file's sections over those of the file that it extends."""
+    if path in seen:
+        raise UserError(f"{path}: extends itself through {' -> '.join(map(str, seen))}")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such config file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+    base = table.pop("extends", None)
+    if base is not None and not isinstance(base, str):
+        raise UserError(f"{path}: extends = {base!r} should be the name of a file")
+    tables = _read_tables(path.parent / base, (*seen, path)) if base is not None else {}
+    for name, section in table.items():
+        if not isinstance(section, dict):
+            raise UserError(f"{path}: {name} stands outside a section; write it under [section]")
+        tables.setdefault(name, {}).update(section)
+    return tables
+
+
+def _split_override(argument: str) -> tuple[str, str, Any]:
+    """('--loss.eta=0.2') -> ('loss', 'eta', 0.2); values are TOML, bare words are strings."""
+    name, equals, text = argument.removeprefix("--").partition("=")
+    section, dot, option = name.partition(".")
+    if not (argument.startswith("--") and equals and dot and section and option):
+        raise UserError(f"argument {argument!r} should read --section.key=value (see --help)")
+    try:
+        return section, option, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return section, option, text
+
+
+def _section(kind: Any, section: str, values: Mapping[str, Any]) -> Any:
+    """One section's dataclass from its table, every value checked."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    checked = {}
+    for name, value in values.items():
+        if name not in fields:
+            raise UserError(f"unknown key {section}.{name}{_nearest(name, fields)}")
+        checked[name] = _value(f"{section}.{name}", value, hints[name], fields[name].metadata)
+    return kind(**checked)
+
+
+def _value(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
+    """`value` as the type `hint`, within its limits; a UserError that names the key otherwise."""
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            value = [value]
+        return tuple(_value(f"{name}[{i}]", item, typing.get_args(hint)[0], limits) for i, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+            raise UserError(f'{name} = {value!r} should be a table of strings, e.g. {{prompt = "question"}}')
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if type(value) is not hint:
+        raise UserError(f"{name} = {value!r} should be {_TYPES[hint]}")
+    if limits["choices"] and value not in limits["choices"]:
+        raise UserError(f"{name} = {value!r} should be one of {', '.join(limits['choices'])}")
+    low, high = limits["low"], limits["high"]
+    if isinstance(value, int | float) and not (
+        (low is None or value >= low) and (high is None or value <= high) and abs(value) < float("inf")
+    ):
+        raise UserError(f"{name} = {value!r} should be {_bounds(low, high)}")
+    return value
+
+
+_TYPES = types.MappingProxyType({int: "a whole number", float: "a number", bool: "true or false", str: "a text"})
+
+
+def _bounds(low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        return "finite" if low is None else f"at least {low:g}"
+    return f"from {low:g} to {high:g}"
+
+
+def _nearest(name: str, known: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+
+
+def _check(config: Config) -> None:
+    """Rules between keys."""
+    loss, presample, train = config.loss, config.presample, config.train
+    rules = [
+        (presample.threshold <= presample.responses,
+         f"presample.threshold = {presample.threshold} should be at most presample.responses = {presample.responses}"),
+        (0 < loss.alpha < 1, f"loss.alpha = {loss.alpha:g} should lie strictly between 0 and 1"),
+        (0 < loss.skew < 1, f"loss.skew = {loss.skew:g} should lie strictly between 0 and 1"),
+        (loss.dual_clip == 0 or loss.dual_clip > 1, f"loss.dual_clip = {loss.dual_clip:g} should be 0 or above 1"),
+        (len(config.optim.betas) == 2, f"optim.betas = {list(config.optim.betas)} should be two numbers"),
+        (loss.divergence_form == "standard" or loss.divergence == "forward_kl",
+         f"loss.divergence_form = 'plain' goes with loss.divergence = 'forward_kl', not {loss.divergence!r}"),
+        (loss.samples == "reference" or loss.divergence in ("none", "reverse_kl") or loss.penalty_estimator == "exact",
+         f"loss.divergence = {loss.divergence!r} on own samples needs loss.penalty_estimator = 'exact'"),
+        (train.prompts_per_step * train.responses_per_prompt >= train.updates_per_step,
+         f"train.updates_per_step = {train.updates_per_step} is more than the rows of a step"),
+        (not config.eval.k or max(config.eval.k) <= config.eval.samples,
+         f"eval.k = {list(config.eval.k)} should not exceed eval.samples = {config.eval.samples}"),
+        (config.run.name not in ("", ".", "..") and "/" not in config.run.name,
+         f"run.name = {config.run.name!r} should be one folder name"),
+    ]  # fmt: skip
+    for holds, message in rules:
+        if not holds:
+            raise UserError(message)
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML; load_config reads it back to an equal one."""
+    lines = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        values = dataclasses.asdict(getattr(config, section.name))
+        lines += [f"{name} = {_toml(value)}" for name, value in values.items()] + [""]
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+def describe() -> str:
+    """Every key with its default and meaning, for --help."""
+    lines = []
+    for section in dataclasses.fields(Config):
+        kind: Any = section.default_factory
+        lines.append(f"\n{kind.__doc__}")
+        for f in dataclasses.fields(kind):
+            default = getattr(kind(), f.name)
+            choices = f" ({' | '.join(f.metadata['choices'])})" if f.metadata["choices"] else ""
+            lines.append(f"  --{section.name}.{f.name}={_toml(default)}{choices}\n      {f.metadata['meaning']}")
+    return "\n".join(lines)

@@ -1,0 +1,79 @@
+"""The config: strict, checked, one home of defaults, and readable back."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dph.config import Config, describe, load_config, to_toml
+from dph.errors import UserError
+
+
+def write(folder: Path, text: str, name: str = "c.toml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_no_file_and_no_argument_gives_the_defaults() -> None:
+    assert load_config(None) == Config()
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_what_it_extends(tmp_path: Path) -> None:
+    write(tmp_path, "[optim]\nlr = 1.0\ngrad_clip = 5.0\nweight_decay = 0.5\n", "base.toml")
+    path = write(tmp_path, 'extends = "base.toml"\n[optim]\nlr = 2.0\ngrad_clip = 6.0\n')
+    optim = load_config(path, ["--optim.lr=3e-4"]).optim
+    assert (optim.lr, optim.grad_clip, optim.weight_decay) == (3e-4, 6.0, 0.5)
+
+
+def test_a_written_config_reads_back_equal(tmp_path: Path) -> None:
+    config = load_config(
+        None, ['--data.system=quote " back\\slash é', '--data.fields={prompt = "q\\n"}', "--optim.lr=1e-6", '--data.eval=["a:b"]']
+    )
+    assert load_config(write(tmp_path, to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--optim.lr=abc", "optim.lr = 'abc' should be a number"),
+        ("--optim.lr=-1", "optim.lr = -1.0 should be at least 0"),
+        ("--optim.lr=nan", "optim.lr = nan should be at least 0"),
+        ("--optim.lr=inf", "optim.lr = inf should be at least 0"),
+        ("--optim.learning_rate=1", "unknown key optim.learning_rate"),
+        ("--optin.lr=1", "unknown section [optin]; did you mean optim?"),
+        ("--train.steps=1.5", "train.steps = 1.5 should be a whole number"),
+        ("--train.steps=true", "train.steps = True should be a whole number"),
+        ("--run.device=tpu", "run.device = 'tpu' should be one of auto, cpu, cuda"),
+        ("--presample.threshold=9", "presample.threshold = 9 should be at most presample.responses = 8"),
+        ("--loss.alpha=1", "loss.alpha = 1 should lie strictly between 0 and 1"),
+        ("--loss.divergence_form=plain", "goes with loss.divergence = 'forward_kl'"),
+        ("--optim.betas=[0.9]", "optim.betas = [0.9] should be two numbers"),
+        ("--eval.k=[1,128]", "eval.k = [1, 128] should not exceed eval.samples = 64"),
+        ("--run.name=../x", "run.name = '../x' should be one folder name"),
+        ("--data.fields=3", "data.fields = 3 should be a table of strings"),
+        ("lr=3", "argument 'lr=3' should read --section.key=value"),
+        ("--lr=3", "argument '--lr=3' should read --section.key=value"),
+    ],
+)
+def test_a_mistake_names_the_key_the_value_and_what_would_be_right(argument: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
+        load_config(None, [argument])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["lr = 3", "[optim\nlr = 3", 'extends = "c.toml"', 'extends = "missing.toml"', "extends = 3"])
+def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match=r"\.toml"):
+        load_config(write(tmp_path, text))
+
+
+def test_help_names_every_key() -> None:
+    text = describe()
+    assert all(f"--{line}=" in text for line in ("loss.eta", "data.train", "eval.k", "presample.confirm"))
+
+
+def test_every_committed_config_loads() -> None:
+    paths = sorted(Path("configs").glob("*.toml"))
+    assert paths
+    assert len({load_config(path).run.name for path in paths}) == len(paths), "two configs would share a run folder"
