@@ -1,0 +1,47 @@
+"""Tasks: prompts and rewards. `load_task` makes one from a source such as `math:gsm8k/test.jsonl?limit=200`."""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dph.errors import UserError
+from dph.tasks.base import Prompt, Reward, Task, parse_source, whole_number
+
+if TYPE_CHECKING:
+    from dph.config import DataConfig
+
+__all__ = ["TASKS", "Prompt", "Reward", "Task", "load_task"]
+
+# Imported by name when asked for, so that a grader's worker process never loads what it does not need.
+TASKS = {
+    "math": ("dph.tasks.math", "MathTask"),
+    "sql": ("dph.tasks.sql", "SQLTask"),
+    "arithmetic": ("dph.tasks.arithmetic", "ArithmeticTask"),
+    "miniature": ("dph.tasks.miniature", "MiniatureTask"),
+}
+
+
+def load_task(source: str, data: "DataConfig", seed: int, folder: Path) -> Task:
+    """The task that `source` names, its gold answers checked.
+
+    Args:
+        source: TASK:WHERE[?option=value&...]; `limit=N` keeps the first N prompts of any task.
+        data: the config's [data] section.
+        seed: the run's seed, for generated tasks.
+        folder: the runs' folder, where a task may keep files that it makes.
+
+    Raises:
+        UserError: an unknown task, option or value; DataError: a row or file that cannot be used.
+    """
+    parsed = parse_source(source)
+    if parsed.task not in TASKS:
+        raise UserError(f"source {source!r}: unknown task {parsed.task!r}; known: {', '.join(TASKS)}")
+    module, name = TASKS[parsed.task]
+    options = dict(parsed.options)
+    limit = whole_number(source, options, "limit", 0, 1, 10**9)
+    options.pop("limit", None)
+    task: Task = getattr(importlib.import_module(module), name)(parsed.where, options, data, seed, folder)
+    if limit:
+        task.limit(limit)
+    task.check()
+    return task

@@ -1,0 +1,215 @@
+"""What every task is: prompts with gold answers, and rewards for what a model writes. Also how data files are read.
+
+Read top-down: `Prompt`, `Reward` and `Task` are the interface that presampling, training and evaluation use; `Source`
+is how a config names a task; `read_rows` is the JSON Lines reader whose errors name file, line and field.
+"""
+
+import difflib
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dph.errors import DataError, UserError
+
+Outcome = Literal["right", "wrong", "no_answer", "timeout", "grader_error", "data_error"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question. `index` counts from 0 within its task; `gold` is whatever the task's grader needs."""
+
+    index: int
+    messages: tuple[dict[str, str], ...]
+    gold: Any
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What one answer earned: value 1.0 if `outcome` is right, else 0.0; `extracted` is the answer that was judged."""
+
+    value: float
+    outcome: Outcome
+    extracted: str | None
+
+    @classmethod
+    def of(cls, outcome: Outcome, extracted: str | None = None) -> "Reward":
+        """The reward of an outcome: 1 when right, 0 in every other case."""
+        return cls(1.0 if outcome == "right" else 0.0, outcome, extracted)
+
+
+class Task:
+    """A set of prompts and its grader. A subclass fills `items` and writes `rewards`."""
+
+    def __init__(self, name: str, items: Sequence[Prompt] = ()) -> None:
+        self.name = name
+        self.items: list[Prompt] = list(items)
+
+    def prompts(self) -> list[Prompt]:
+        """All prompts, in the file's order."""
+        return self.items
+
+    def limit(self, count: int) -> None:
+        """Keeps the first `count` prompts."""
+        self.items = self.items[:count]
+
+    def check(self) -> None:
+        """Raises a DataError for a gold answer that cannot be judged; load_task calls it once, after `limit`."""
+
+    def reward(self, prompt: Prompt, text: str) -> Reward:
+        """Grades one answer, exactly as a batch would."""
+        return self.rewards([(prompt, text)])[0]
+
+    def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
+        """Grades a batch of (prompt, response), in order."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends whatever processes the grader holds. The task may be used again; it then starts them anew."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A task as a config names it: TASK:WHERE[?option=value&...], e.g. math:gsm8k/test.jsonl?limit=200."""
+
+    text: str
+    task: str
+    where: str
+    options: dict[str, str]
+
+
+def parse_source(text: str) -> Source:
+    """Reads a source; a UserError says what its form should be."""
+    form = f"source {text!r} should read TASK:WHERE or TASK:WHERE?option=value&option=value"
+    task, colon, rest = text.partition(":")
+    where, question, query = rest.rpartition("?") if "?" in rest else (rest, "", "")
+    if not (task and colon and where):
+        raise UserError(form)
+    options: dict[str, str] = {}
+    for part in query.split("&") if question else []:
+        name, equals, value = part.partition("=")
+        if not (name and equals):
+            raise UserError(f"{form}; {part!r} has no '='")
+        if name in options:
+            raise UserError(f"source {text!r}: option {name!r} stands there twice")
+        options[name] = value
+    return Source(text, task, where, options)
+
+
+def known_options(source: str, options: Collection[str], known: Collection[str]) -> None:
+    """Raises a UserError for an option that the task does not have."""
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join((*known, 'limit'))}"
+            raise UserError(f"source {source!r}: unknown option {name!r}; {hint}")
+
+
+def whole_number(source: str, options: dict[str, str], name: str, default: int, low: int, high: int) -> int:
+    """Option `name` as a whole number from low to high, or its default."""
+    text = options.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+        raise UserError(f"source {source!r}: {name} = {text!r} should be a whole number from {low} to {high}")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a JSON Lines file, with its place."""
+
+    path: Path
+    line: int
+    values: dict[str, Any]
+
+    def error(self, message: str) -> DataError:
+        """A DataError that names this row."""
+        return DataError(self.path, self.line, message)
+
+    def text(self, field: str) -> str:
+        """The field, which must be there and hold a text that is not blank."""
+        value = self.values.get(field)
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(f"{field} = {_shown(self.values, field)} should be a text")
+        return self.unicode(field, value)
+
+    def unicode(self, field: str, value: str) -> str:
+        """`value`, which must hold no half of a surrogate pair: no tokenizer takes one."""
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise self.error(f"{field} holds half a surrogate pair; it is no valid text") from None
+        return value
+
+
+def _shown(values: dict[str, Any], field: str) -> str:
+    if field not in values:
+        return f"nothing (the row has {', '.join(map(repr, values)) or 'no field'})"
+    shown = repr(values[field])
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a JSON Lines file: UTF-8, one object a line.
+
+    A byte order mark, CRLF and a missing last newline are taken; blank lines are skipped. Lines end at a newline
+    byte alone: U+2028 within a string is text. Anything else wrong is a DataError with its line.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(path, None, "no such file") from None
+    except OSError as error:
+        raise DataError(path, None, f"cannot be read: {error.strerror}") from None
+    found = False
+    for line, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        found = True
+        yield Row(path, line, _parse_line(path, line, raw))
+    if not found:
+        raise DataError(path, None, "is empty; it should hold one JSON object a line")
+
+
+def _parse_line(path: Path, line: int, raw: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(path, line, f"is not UTF-8 at byte {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        raise DataError(path, line, f"is not JSON at column {error.colno} ({error.msg})") from None
+    except RecursionError:
+        raise DataError(path, line, "is nested too deeply") from None
+    except ValueError:  # an integer of more digits than Python reads
+        raise DataError(path, line, "holds a number that is too long") from None
+    if not isinstance(values, dict):
+        raise DataError(path, line, f"should be a JSON object, one a line; found {type(values).__name__}")
+    return values
+
+
+def chat(question: str, system: str, instruction: str) -> tuple[dict[str, str], ...]:
+    """Messages for a bare question: the system message, if any, and the question with the instruction appended."""
+    user = {"role": "user", "content": question + instruction}
+    return ({"role": "system", "content": system}, user) if system else (user,)
+
+
+def chat_messages(row: Row, field: str, system: str) -> tuple[dict[str, str], ...]:
+    """Ready chat messages of a row (verl's `prompt`); a system message is put first where the row has none."""
+    value = row.values.get(field)
+    if not isinstance(value, list) or not value:
+        raise row.error(f"{field} = {_shown(row.values, field)} should be a list of chat messages")
+    messages = []
+    for number, message in enumerate(value):
+        parts = message if isinstance(message, dict) else {}
+        role, content = parts.get("role"), parts.get("content")
+        if role not in ("system", "user", "assistant") or not isinstance(content, str):
+            raise row.error(
+                f"{field}[{number}] should be {{role, content}} with role system, user or assistant and a text"
+            )
+        messages.append({"role": role, "content": row.unicode(f"{field}[{number}].content", content)})
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return tuple(messages)
