@@ -35,7 +35,8 @@ def group_advantages(rewards: Tensor, groups: Tensor, divide_by_std: bool = True
     if not divide_by_std:
         return centred
     std = (zeros.index_add(0, index, centred.square()) / counts).sqrt()
-    return centred / (std[index] + epsilon)
+    normalised: Tensor = centred / (std[index] + epsilon)
+    return normalised
 
 
 def clipped_loss(
@@ -127,6 +128,6 @@ def aggregate(values: Tensor, mask: Tensor, aggregation: str, total: float) -> T
     return values.sum() / total
 
 
-def _log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
-    """log(numerator / denominator) from log-probabilities, 0 where masked."""
-    return torch.where(mask, numerator, 0.0) - torch.where(mask, denominator, 0.0)
+def _log_ratio(above: Tensor, below: Tensor, mask: Tensor) -> Tensor:
+    """log(above / below) of two log-probabilities, 0 where masked."""
+    return torch.where(mask, above, 0.0) - torch.where(mask, below, 0.0)

@@ -1,0 +1,57 @@
+"""Scoring and batching: one function scores everything, and how a batch is cut changes nothing."""
+
+import pytest
+import torch
+
+import dph.rollouts
+from dph.rollouts import Rollout, collate, microbatches, token_logprobs
+from tests.helpers import rollout, tiny_model
+
+ROLLOUTS = [rollout([1, 2, 3], [4, 5]), rollout([6], [7, 8, 9, 10]), rollout([1] * 5, [2])]
+
+
+def test_scores_are_the_full_softmax_at_the_sampling_temperature() -> None:
+    model, batch = tiny_model(), collate(ROLLOUTS, "cpu")
+    logprobs, entropy = token_logprobs(model, batch, 0.5)
+    for row, r in enumerate(ROLLOUTS):
+        naive = torch.log_softmax(model.logits(model(torch.tensor([r.prompt_tokens + r.tokens])))[0] / 0.5, -1)
+        for t, token in enumerate(r.tokens):
+            expected = naive[len(r.prompt_tokens) + t - 1]
+            assert logprobs[row, t].item() == pytest.approx(expected[token].item(), abs=1e-5)
+            assert entropy[row, t].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=1e-5)
+    assert not logprobs[~batch.mask].any()
+
+
+def test_cutting_the_vocabulary_scores_into_chunks_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = []
+    for floats in (2**24, 200):  # 200 floats: two positions at a time
+        monkeypatch.setattr(dph.rollouts, "LOGIT_FLOATS", floats)
+        model = tiny_model()
+        token_logprobs(model, collate(ROLLOUTS, "cpu"), 1.0)[0].sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_scores_the_same_beside_longer_ones() -> None:
+    model = tiny_model(dtype=torch.float64)
+    together = token_logprobs(model, collate(ROLLOUTS, "cpu"), 1.0)[0]
+    alone = token_logprobs(model, collate(ROLLOUTS[:1], "cpu"), 1.0)[0]
+    torch.testing.assert_close(together[0, :2], alone[0])
+
+
+def test_the_end_token_may_be_the_padding_token() -> None:
+    batch = collate([rollout([1, 0], [0]), rollout([1], [0, 0, 5])], "cpu")
+    assert batch.mask.tolist() == [[True, False, False], [True, True, True]]
+
+
+def test_microbatches_hold_every_row_once_and_keep_the_budget() -> None:
+    rows = [rollout([1] * n, [2]) for n in (3, 50, 4, 9, 1, 9, 30)]
+    groups = list(microbatches(rows, budget=40))
+    assert sorted(i for group in groups for i in group) == list(range(7))
+    assert all(len(group) == 1 or len(group) * max(len(rows[i]) for i in group) <= 40 for group in groups)
+
+
+def test_a_count_of_log_probabilities_that_differs_is_an_error() -> None:
+    with pytest.raises(ValueError, match="2 tokens has 1 log-prob"):
+        Rollout(0, 0, [1], [2, 3], [-1.0], True)
