@@ -27,6 +27,7 @@ class Rollout:
     logprobs: list[float]  # of `tokens`, full softmax at the sampling temperature
     finished: bool  # False where the length limit cut it
     reward: float = 0.0
+    ref_logprobs: list[float] | None = None  # pi_ref's, where a penalty on own samples needs them
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
@@ -43,7 +44,8 @@ class Batch:
     tokens: Tensor  # (B, L) prompt and response
     prompt_lengths: Tensor  # (B,)
     mask: Tensor  # (B, T) True at response tokens
-    logprobs: Tensor  # (B, T) the rollouts' own, 0 at padding
+    logprobs: Tensor  # (B, T) of the policy that wrote them, 0 at padding
+    ref_logprobs: Tensor  # (B, T) of pi_ref, 0 at padding and where not known
 
 
 def collate(rollouts: Sequence[Rollout], device: torch.device | str) -> Batch:
@@ -51,12 +53,15 @@ def collate(rollouts: Sequence[Rollout], device: torch.device | str) -> Batch:
     lengths = torch.tensor([len(r.tokens) for r in rollouts])
     tokens = torch.zeros(len(rollouts), max(map(len, rollouts)), dtype=torch.int64)
     logprobs = torch.zeros(len(rollouts), int(lengths.max()))
+    ref_logprobs = torch.zeros_like(logprobs)
     for row, rollout in enumerate(rollouts):
         tokens[row, : len(rollout)] = torch.tensor(rollout.prompt_tokens + rollout.tokens)
         logprobs[row, : len(rollout.tokens)] = torch.tensor(rollout.logprobs)
+        if rollout.ref_logprobs is not None:
+            ref_logprobs[row, : len(rollout.tokens)] = torch.tensor(rollout.ref_logprobs)
     mask = torch.arange(logprobs.shape[1]) < lengths[:, None]
     prompt_lengths = torch.tensor([len(r.prompt_tokens) for r in rollouts])
-    return Batch(tokens.to(device), prompt_lengths.to(device), mask.to(device), logprobs.to(device))
+    return Batch(*(x.to(device) for x in (tokens, prompt_lengths, mask, logprobs, ref_logprobs)))
 
 
 def microbatches(rollouts: Sequence[Rollout], budget: int) -> Iterator[list[int]]:
@@ -98,6 +103,18 @@ def token_logprobs(model: Decoder, batch: Batch, temperature: float) -> tuple[Te
     logprobs = flat.new_zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
     entropy = flat.new_zeros(batch.mask.shape).masked_scatter(batch.mask, torch.cat(entropies) if entropies else flat)
     return logprobs, entropy.detach()
+
+
+@torch.no_grad()
+def score(model: Decoder, rollouts: Sequence[Rollout], temperature: float, budget: int) -> list[list[float]]:
+    """The log-probabilities of every rollout's tokens under `model`, in micro-batches of `budget` tokens."""
+    device = next(model.parameters()).device
+    scores: list[list[float]] = [[] for _ in rollouts]
+    for group in microbatches(rollouts, budget):
+        logprobs, _ = token_logprobs(model, collate([rollouts[i] for i in group], device), temperature)
+        for i, row in zip(group, logprobs.tolist(), strict=True):
+            scores[i] = row[: len(rollouts[i].tokens)]
+    return scores
 
 
 def _score(model: Decoder, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

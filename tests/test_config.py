@@ -28,7 +28,13 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_what_it_extends(t
 
 def test_a_written_config_reads_back_equal(tmp_path: Path) -> None:
     config = load_config(
-        None, ['--data.system=quote " back\\slash é', '--data.fields={prompt = "q\\n"}', "--optim.lr=1e-6", '--data.eval=["a:b"]']
+        None,
+        [
+            '--data.system=quote " back\\slash é',
+            '--data.fields={prompt = "q\\n"}',
+            "--optim.lr=1e-6",
+            '--data.eval=["a:b"]',
+        ],
     )
     assert load_config(write(tmp_path, to_toml(config))) == config
 
@@ -62,7 +68,9 @@ def test_a_mistake_names_the_key_the_value_and_what_would_be_right(argument: str
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["lr = 3", "[optim\nlr = 3", 'extends = "c.toml"', 'extends = "missing.toml"', "extends = 3"])
+@pytest.mark.parametrize(
+    "text", ["lr = 3", "[optim\nlr = 3", 'extends = "c.toml"', 'extends = "missing.toml"', "extends = 3"]
+)
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match=r"\.toml"):
         load_config(write(tmp_path, text))

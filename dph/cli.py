@@ -1,0 +1,98 @@
+"""What the three commands share: the command line, errors in one line, the device, the model and its data."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dph.config import Config, describe, load_config
+from dph.errors import UserError
+from dph.model import Decoder, load_model
+from dph.tasks import Task, load_task
+from dph.tokenizer import Tokenizer, load_tokenizer
+
+
+def run_command(
+    main: Callable[[Config, argparse.Namespace], None],
+    description: str,
+    extend: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> None:
+    """Parses CONFIG and --section.key=value, calls `main`, and turns a user's mistake into one line and exit code 2."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        usage="%(prog)s CONFIG [options] [--section.key=value ...]",
+        epilog="keys, their defaults and meanings:\n" + describe(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="a TOML file, e.g. configs/quickstart.toml")
+    extend(parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    arguments, overrides = parser.parse_known_intermixed_args()
+    try:
+        main(load_config(arguments.config, overrides), arguments)
+    except (UserError, OSError, KeyboardInterrupt) as error:
+        if arguments.debug:
+            traceback.print_exc()
+        if isinstance(error, KeyboardInterrupt):
+            print("\ninterrupted; the same command continues where this one stopped", file=sys.stderr)
+            sys.exit(130)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def set_up(config: Config) -> torch.device:
+    """Threads, denormals and the device."""
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    torch.set_flush_denormal(True)  # AdamW's moments decay into denormal numbers, which CPUs handle slowly
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device = 'cuda', but PyTorch finds no CUDA device; take auto or cpu")
+    return torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_model(path: str, config: Config) -> Path:
+    """The folder of a model: itself, the miniature's base (trained if need be), or a hub name's download."""
+    if path == "miniature":
+        from dph.tasks.miniature_base import build_base
+
+        return build_base(Path(config.run.folder), config.run.seed, config.run.threads)
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
+        raise UserError(f"model.path = {path!r}: no such folder")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
+    except Exception as error:  # the hub's own errors, the network's, the disk's: one advice for all
+        raise UserError(
+            f"model.path = {path!r} is no folder and could not be fetched from the hub ({type(error).__name__}); "
+            "download it elsewhere and give its folder"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A loaded model with its tokenizer and the folder that it came from."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    folder: Path
+
+
+def load_policy(path: str, config: Config, device: torch.device) -> Policy:
+    """Model and tokenizer of `path`, in fp32 on `device`."""
+    folder = resolve_model(path, config)
+    tokenizer = load_tokenizer(folder)
+    return Policy(load_model(folder, torch.float32, device), tokenizer, folder)
+
+
+def open_task(source: str, config: Config) -> Task:
+    """The task of a source, its data read and checked."""
+    return load_task(source, config.data, config.run.seed, Path(config.run.folder))

@@ -1,0 +1,146 @@
+"""Evaluation (E11): greedy, pass@1 and pass@k with intervals; keep and explore against a base model.
+
+`evaluate` answers the prompts of one set; everything else is statistics on the counts, so a table or a picture can be
+made again from the JSON files without a model. pass@k is the unbiased estimator of arXiv 2107.03374; intervals are
+95 % bootstrap intervals over problems.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from dph.answering import EVALUATE, Actor, Answer, Question, answer
+from dph.checkpoint import write_text
+from dph.config import Config
+from dph.model import Decoder
+from dph.sampler import Settings
+from dph.tasks import Task
+from dph.tokenizer import Tokenizer
+
+RESAMPLES = 1000
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One evaluation set: its source as the config names it, its task and its prompts."""
+
+    source: str
+    task: Task
+    questions: list[Question]
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """1 - C(n-c, k) / C(n, k), the chance that k of n answers hold a correct one, as a running product.
+
+    Raises: ValueError if samples < k.
+    """
+    if samples < k:
+        raise ValueError(f"pass@{k} needs at least {k} samples, not {samples}")
+    if samples - correct < k:
+        return 1.0
+    return 1.0 - float(np.prod(1.0 - k / np.arange(samples - correct + 1, samples + 1)))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % bootstrap interval of the mean over problems, from a fixed stream of resamples."""
+    data = np.asarray(values, dtype=np.float64)
+    picks = np.random.default_rng(0).integers(len(data), size=(RESAMPLES, len(data)))
+    low, high = np.quantile(data[picks].mean(1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def keep_explore(base: Mapping[int, int], new: Mapping[int, int]) -> tuple[float, float]:
+    """Shares of problems, "solved" meaning at least one correct answer, over the problems that both counts hold.
+
+    Args:
+        base, new: correct answers of each problem.
+
+    Returns: keep = solved by both / solved by base; explore = solved by the new one alone / not solved by base. NaN
+        where a denominator is 0.
+    """
+    solved = [p for p in base if p in new and base[p] > 0]
+    unsolved = [p for p in base if p in new and base[p] == 0]
+    keep = sum(new[p] > 0 for p in solved) / len(solved) if solved else float("nan")
+    explore = sum(new[p] > 0 for p in unsolved) / len(unsolved) if unsolved else float("nan")
+    return keep, explore
+
+
+def evaluate(
+    model: Decoder, tokenizer: Tokenizer, data: EvalSet, config: Config, samples: int, greedy: bool, bar: bool = True
+) -> tuple[dict[str, Any], list[Answer]]:
+    """Draws `samples` answers to every prompt of a set, and one greedy answer.
+
+    Returns: {"source", "n", "problems": [{"prompt", "correct", "greedy", ...}]}, and the sampled answers.
+    """
+    actor = Actor(model, config.run.dtype)
+    rows = range(len(data.questions))
+    problems: list[list[Answer]] = [[] for _ in rows]
+    first: dict[int, float] = {}
+    place = {question.prompt.index: row for row, question in enumerate(data.questions)}
+    with tqdm(total=len(rows) * (samples + greedy), desc=data.source, unit="answer", disable=not bar) as progress:
+        for temperature, numbers in ((config.eval.temperature, range(samples)), (0.0, range(int(greedy)))):
+            settings = Settings(
+                stream=(config.run.seed, EVALUATE, 0),
+                end_ids=tokenizer.end_ids,
+                max_new_tokens=config.sampling.max_new_tokens,
+                temperature=temperature,
+                top_p=config.eval.top_p,
+                max_rows=config.sampling.max_rows,
+            )
+            for got in answer(actor.model, tokenizer, data.task, data.questions, [numbers] * len(rows), settings):
+                progress.update()
+                if temperature:
+                    problems[place[got.rollout.prompt]].append(got)
+                else:
+                    first[place[got.rollout.prompt]] = got.reward.value
+    found = [_problem(data.questions[row].prompt.index, problems[row]) for row in rows]
+    for row, value in first.items():
+        found[row]["greedy"] = value
+    return {"source": data.source, "n": samples, "problems": found}, [
+        got for problem_answers in problems for got in problem_answers
+    ]
+
+
+def _problem(index: int, answers: Sequence[Answer]) -> dict[str, Any]:
+    tokens = sum(len(a.rollout.tokens) for a in answers)
+    return {
+        "prompt": index,
+        "correct": sum(a.reward.value == 1 for a in answers),
+        "distinct": len({a.text for a in answers}),
+        "tokens": tokens / len(answers),
+        "entropy": -sum(sum(a.rollout.logprobs) for a in answers) / tokens,
+        "truncated": sum(not a.rollout.finished for a in answers) / len(answers),
+        "errors": sum(a.reward.outcome in ("timeout", "grader_error", "data_error") for a in answers) / len(answers),
+    }
+
+
+def summarise(result: Mapping[str, Any], ks: Sequence[int]) -> dict[str, Any]:
+    """Means over the problems of one set: each score as [mean, low, high], the rest as plain means.
+
+    mean@n is pass@1; `entropy` is nats a token, estimated by -log pi of what was sampled.
+    """
+    problems, n = result["problems"], result["n"]
+    scores = {f"pass@{k}": [pass_at_k(n, p["correct"], k) for p in problems] for k in ks if k <= n}
+    if all("greedy" in p for p in problems):
+        scores = {"greedy": [p["greedy"] for p in problems], **scores}
+    summary: dict[str, Any] = {name: [float(np.mean(v)), *interval(v)] for name, v in scores.items()}
+    for name in ("distinct", "tokens", "entropy", "truncated", "errors"):
+        summary[name] = float(np.mean([p[name] for p in problems]))
+    return summary
+
+
+def evaluate_model(
+    model: Decoder, tokenizer: Tokenizer, sets: Sequence[EvalSet], config: Config, name: str
+) -> dict[str, Any]:
+    """A full evaluation of one model, written to RUN/evaluation/NAME.json."""
+    results = [evaluate(model, tokenizer, s, config, config.eval.samples, config.eval.greedy)[0] for s in sets]
+    report = {"model": name, "sets": {r["source"]: {**r, "summary": summarise(r, config.eval.k)} for r in results}}
+    folder = config.run_folder / "evaluation"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / f"{name}.json", json.dumps(report) + "\n")
+    return report

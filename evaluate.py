@@ -1,0 +1,53 @@
+"""Evaluates models on the config's sets: python evaluate.py configs/NAME.toml [MODEL ...] [--section.key=value ...]
+
+Greedy, pass@1 and pass@k with intervals, keep and explore against the first model: a table, JSON, a pass@k picture.
+A MODEL is a folder in Hugging Face layout, a hub name or `miniature`; without one, the config's model and the newest
+checkpoint of its run are taken.
+"""
+
+import argparse
+
+from dph.answering import tokenize
+from dph.checkpoint import checkpoints
+from dph.cli import load_policy, open_task, run_command, set_up
+from dph.config import Config
+from dph.errors import UserError
+from dph.evaluation import EvalSet, evaluate_model
+from dph.plots import plot_pass_at_k, table
+
+
+def main(config: Config, arguments: argparse.Namespace) -> None:
+    """Evaluates every model on every set."""
+    device = set_up(config)
+    if not config.data.eval:
+        raise UserError('data.eval = [] names no evaluation set, e.g. data.eval = ["math:gsm8k/test.jsonl"]')
+    tasks = [(source, open_task(source, config)) for source in config.data.eval]
+    newest = [str(folder) for folder in checkpoints(config.run_folder)[-1:]]
+    paths = arguments.models or [config.model.path, *newest]
+    names = _names(paths)
+    reports = []
+    for path, name in zip(paths, names, strict=True):
+        policy = load_policy(path, config, device)
+        longest = config.data.max_prompt_tokens
+        sets = [EvalSet(source, task, tokenize(task, policy.tokenizer, longest)) for source, task in tasks]
+        reports.append(evaluate_model(policy.model, policy.tokenizer, sets, config, name))
+    print(table(reports, base=names[0]))
+    print(f"picture: {plot_pass_at_k(reports, config.run_folder / 'evaluation')}")
+
+
+def _names(paths: list[str]) -> list[str]:
+    """A file name for each model: the last parts of its path, as many as tell them all apart."""
+    parts = [path.strip("/").split("/") for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["-".join(p[-count:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f"the same model is named twice: {' '.join(paths)}")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="models to evaluate; the first is the base")
+
+
+if __name__ == "__main__":
+    run_command(main, str(__doc__), _arguments)

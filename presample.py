@@ -1,0 +1,31 @@
+"""Divides the training prompts into D_pef and D_exp: python presample.py configs/NAME.toml [--section.key=value ...]
+
+train.py does the same when the partition is missing; this command makes it alone, and prints what came out.
+"""
+
+import argparse
+import json
+
+from dph.answering import tokenize
+from dph.checkpoint import open_run
+from dph.cli import load_policy, open_task, run_command, set_up
+from dph.config import Config
+from dph.presampling import make_fingerprint, presample
+
+
+def main(config: Config, arguments: argparse.Namespace) -> None:
+    """Makes RUN/presample and prints its report."""
+    device = set_up(config)
+    task = open_task(config.data.train, config)
+    run = open_run(config)
+    policy = load_policy(config.model.path, config, device)
+    questions = tokenize(task, policy.tokenizer, config.data.max_prompt_tokens)
+    fingerprint = make_fingerprint(policy.folder, questions, config)
+    presample(policy.model, policy.tokenizer, task, questions, config, fingerprint)
+    report = json.loads((run / "presample" / "report.json").read_text(encoding="utf-8"))
+    for name in ("prompts", "near_perfect", "d_pef", "d_exp", "dropped", "rehearsal_answers", "pass@1", "correct_of_k"):
+        print(f"{name:18} {report[name]}")
+
+
+if __name__ == "__main__":
+    run_command(main, str(__doc__))
