@@ -6,6 +6,7 @@ is how a config names a task; `read_rows` is the JSON Lines reader whose errors 
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +41,17 @@ class Reward:
         return cls(1.0 if outcome == "right" else 0.0, outcome, extracted)
 
 
+FEWEST = 200  # answers before an error rate counts
+MOST_ERRORS = 0.05  # of the answers that a grader may fail to judge
+
+
 class Task:
     """A set of prompts and its grader. A subclass fills `items` and writes `rewards`."""
 
     def __init__(self, name: str, items: Sequence[Prompt] = ()) -> None:
         self.name = name
         self.items: list[Prompt] = list(items)
+        self.outcomes: Counter[str] = Counter()  # of all answers that went through `counted`
 
     def prompts(self) -> list[Prompt]:
         """All prompts, in the file's order."""
@@ -65,6 +71,17 @@ class Task:
     def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
         """Grades a batch of (prompt, response), in order."""
         raise NotImplementedError
+
+    def counted(self, rewards: list[Reward]) -> list[Reward]:
+        """The rewards, counted by outcome; a UserError if the grader itself fails too often to be a teacher."""
+        self.outcomes.update(reward.outcome for reward in rewards)
+        failed, judged = self.outcomes["grader_error"] + self.outcomes["data_error"], self.outcomes.total()
+        if judged >= FEWEST and failed > MOST_ERRORS * judged:
+            raise UserError(
+                f"{self.name}: the grader failed on {failed} of {judged} answers (at most {MOST_ERRORS:.0%} may fail); "
+                "grade the stored answers alone to see which"
+            )
+        return rewards
 
     def close(self) -> None:
         """Ends whatever processes the grader holds. The task may be used again; it then starts them anew."""
@@ -213,3 +230,11 @@ def chat_messages(row: Row, field: str, system: str) -> tuple[dict[str, str], ..
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return tuple(messages)
+
+
+def ground_truth(row: Row) -> Any:
+    """verl's `reward_model.ground_truth`."""
+    holder = row.values["reward_model"]
+    if not isinstance(holder, dict) or "ground_truth" not in holder:
+        raise row.error("reward_model should be an object with a ground_truth")
+    return holder["ground_truth"]

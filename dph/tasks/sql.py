@@ -2,27 +2,126 @@
 
 A row is one of
 - verl's: `prompt` (chat messages), `reward_model.ground_truth` = {db_id, gold_sql, cmp_method};
-- Spider's or BIRD's own: `question`, `db_id`, `query` or `SQL` (and `evidence`); the prompt is then built from the
+- Spider's or BIRD's own: `question`, `db_id`, `query` or `SQL`, `evidence` or none; the prompt is then made of the
   database's schema. Other column names: [data] fields = {prompt = "...", answer = "..."}.
-Databases lie under [data] db_root. The answer is the last ```sql block; with strict = false a response without one
-counts from its first SELECT or WITH on. Execution and comparison are in sqlite.py, and happen in a worker process.
+A database is DB_ID.sqlite, DB_ID/DB_ID.sqlite or the file DB_ID itself, under [data] db_root. The answer is the last
+```sql block; with strict = false a response without one counts from its first SELECT or WITH on. Execution and
+comparison are in sqlite.py and happen in a worker process, which keeps the gold results.
 """
 
+import os
 import re
+import sqlite3
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dph.tasks.sqlite import ResultCache, has_order, same_result
+from dph.errors import UserError
+from dph.tasks.base import Prompt, Reward, Row, Task, chat, chat_messages, ground_truth, known_options, read_rows
+from dph.tasks.sqlite import ResultCache, execute, has_order, nondeterministic, same_result, tokens
+from dph.tasks.workers import GraderPool, Verdict
 
 if TYPE_CHECKING:
-    pass
+    from dph.config import DataConfig
 
 INSTRUCTION = "\n\nWrite one SQLite query that answers the question, in a ```sql block."
-GRACE = 0.5  # seconds beyond the query's own limit before its worker is killed
+GRACE = 0.5  # seconds beyond a query's own limit until its worker is killed
+EXAMPLES = 2  # values shown of each column
+EXAMPLE_LENGTH = 40  # letters of a shown text
+MATCHES = ("bird", "spider")
+
+
+class SQLTask(Task):
+    """Questions of one JSON Lines file, each about a database.
+
+    Args:
+        where: the file.
+        options: none but `limit`.
+        data: system, instruction, fields, strict, db_root, sql_match (where a row has no cmp_method), grader_timeout,
+            grader_workers.
+        seed, folder: not used.
+    """
+
+    def __init__(self, where: str, options: dict[str, str], data: "DataConfig", seed: int = 0, folder: Path = Path()):
+        known_options(f"sql:{where}", options, ())
+        if not Path(data.db_root).is_dir() or not data.db_root:
+            raise UserError(f"data.db_root = {data.db_root!r} should be the folder of the databases of sql:{where}")
+        self.path, self.data = Path(where), data
+        schemas: dict[str, str] = {}
+        rows = enumerate(read_rows(self.path))
+        super().__init__(f"sql:{where}", [_prompt(index, row, data, schemas) for index, row in rows])
+        self.pool = GraderPool("dph.tasks.sql:judge", data.grader_workers, data.grader_timeout + GRACE)
+
+    def check(self) -> None:
+        """Runs every gold query; a DataError names the first row whose query fails or takes too long."""
+        jobs = [self._job(prompt, prompt.gold["query"]) for prompt in self.items]
+        slowest = 0.0
+        for prompt, verdict in zip(self.items, self.pool.run(jobs), strict=True):
+            if verdict.outcome != "ok" or verdict.value["outcome"] != "right":
+                detail = verdict.value["detail"] if verdict.outcome == "ok" else verdict.value
+                row = Row(self.path, prompt.meta["line"], {})
+                raise row.error(f"the gold query fails on {prompt.gold['database']}: {detail}")
+            slowest = max(slowest, verdict.value["seconds"])
+        # A worker that replaces a killed one runs the gold query anew, on top of the answer's.
+        self.pool.limit = self.data.grader_timeout + GRACE + 2 * slowest
+
+    def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
+        """Grades a batch; the same query to the same prompt is run once."""
+        queries = [extract(text, self.data.strict) for _, text in pairs]
+        jobs = {
+            (prompt.index, query): self._job(prompt, query)
+            for (prompt, _), query in zip(pairs, queries, strict=True)
+            if query is not None
+        }
+        verdicts = dict(zip(jobs, self.pool.run(list(jobs.values())), strict=True))
+        return self.counted(
+            [
+                Reward.of("no_answer") if query is None else _reward(verdicts[prompt.index, query], query)
+                for (prompt, _), query in zip(pairs, queries, strict=True)
+            ]
+        )
+
+    def nondeterministic(self) -> list[Prompt]:
+        """The prompts whose gold result SQLite may give otherwise another day: ties under LIMIT, orders left open."""
+        return [
+            prompt
+            for prompt in self.items
+            if nondeterministic(
+                prompt.gold["database"], prompt.gold["query"], prompt.gold["match"], self.data.grader_timeout
+            )
+        ]
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self.pool.close()
+
+    def _job(self, prompt: Prompt, query: str) -> dict[str, Any]:
+        return {**prompt.gold, "gold": prompt.gold["query"], "query": query, "seconds": self.data.grader_timeout}
+
+
+def _reward(verdict: Verdict, query: str) -> Reward:
+    return Reward.of(verdict.value["outcome"] if verdict.outcome == "ok" else verdict.outcome, query)
+
+
+# ---- grading -----------------------------------------------------------------------------------------------------
 
 _BLOCK = re.compile(r"```[ \t]*sql\b[ \t]*\r?\n?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-_START = re.compile(r"\b(?:SELECT|WITH)\b", re.IGNORECASE)
+_LINE_START = re.compile(r"^[ \t]*(?:SELECT|WITH)\b", re.MULTILINE | re.IGNORECASE)
+_START = re.compile(r"\bSELECT\b", re.IGNORECASE)
 
-_cache = ResultCache()  # of this process; a worker's holds gold results and repeated predictions
+_cache = ResultCache()  # of this process; a worker's holds gold results and what was asked before
+
+
+def extract(text: str, strict: bool) -> str | None:
+    """The query that a response gives (see the file's head), or None."""
+    blocks = _BLOCK.findall(text)
+    query = str(blocks[-1]) if blocks else ""
+    if not blocks and not strict and (start := _LINE_START.search(text) or _START.search(text)):
+        query = text[start.start() :].partition("```")[0]
+        end = next((token.start for token in tokens(query) if token.text == ";"), len(query))
+        query = query[:end]
+    return query.strip() or None
 
 
 def judge(job: dict[str, Any]) -> dict[str, Any]:
@@ -32,17 +131,114 @@ def judge(job: dict[str, Any]) -> dict[str, Any]:
         job: {database, gold, query, match (bird, spider or bag), seconds}.
 
     Returns:
-        {outcome: right, wrong, timeout or data_error, detail: the error of a query that failed, or None}.
+        {outcome: right, wrong, timeout or data_error, detail: the error of a query that failed or None, seconds}.
     """
-    seconds = job["seconds"]
     try:
-        gold = _cache.execute(job["database"], job["gold"], seconds)
+        gold = _cache.execute(job["database"], job["gold"], job["seconds"])
     except FileNotFoundError as error:
         return {"outcome": "data_error", "detail": str(error), "seconds": 0.0}
     if gold.error is not None:
         return {"outcome": "data_error", "detail": gold.error, "seconds": gold.seconds}
-    result = _cache.execute(job["database"], job["query"], seconds)
+    result = _cache.execute(job["database"], job["query"], job["seconds"])
     if result.error is not None:
         return {"outcome": "timeout" if result.timeout else "wrong", "detail": result.error, "seconds": result.seconds}
     same = same_result(gold.rows, result.rows, job["match"], has_order(job["gold"]))
     return {"outcome": "right" if same else "wrong", "detail": None, "seconds": result.seconds}
+
+
+# ---- rows --------------------------------------------------------------------------------------------------------
+
+
+def _prompt(index: int, row: Row, data: "DataConfig", schemas: dict[str, str]) -> Prompt:
+    if "reward_model" in row.values:
+        truth = ground_truth(row)
+        if not isinstance(truth, dict):
+            raise row.error(f"reward_model.ground_truth = {truth!r} should be {{db_id, gold_sql, cmp_method}}")
+        gold = Row(row.path, row.line, truth)
+        query, match = gold.text("gold_sql"), truth.get("cmp_method", data.sql_match)
+        database = find_database(gold, data.db_root)
+        messages = chat_messages(row, "prompt", data.system)
+    else:
+        answer = data.fields.get("answer") or ("query" if "query" in row.values else "SQL")
+        query, match = row.text(answer), data.sql_match
+        database = find_database(row, data.db_root)
+        prompt = data.fields.get("prompt", "question")
+        if isinstance(row.values.get(prompt), list):
+            messages = chat_messages(row, prompt, data.system)
+        else:
+            if database not in schemas:
+                schemas[database] = schema(database)
+            hint = f"\nHint: {evidence}" if isinstance(evidence := row.values.get("evidence"), str) and evidence else ""
+            question = f"Database schema (SQLite):\n{schemas[database]}\n\nQuestion: {row.text(prompt)}{hint}"
+            messages = chat(question, data.system, data.instruction or INSTRUCTION)
+    if match not in MATCHES:
+        raise row.error(f"cmp_method = {match!r} should be one of {', '.join(MATCHES)}")
+    return Prompt(index, messages, {"database": database, "query": query, "match": match}, {"line": row.line})
+
+
+def find_database(row: Row, db_root: str) -> str:
+    """The database file of a row's db_id; it must lie under `db_root`, whatever the row says."""
+    name = row.text("db_id")
+    folder, stem = name.removesuffix(".sqlite"), Path(name).name.removesuffix(".sqlite")
+    for candidate in (name, f"{name}.sqlite", f"{folder}/{stem}.sqlite", f"{stem}.sqlite", f"{stem}/{stem}.sqlite"):
+        path = Path(os.path.normpath(Path(db_root, candidate)))
+        if "\0" in name or Path(os.path.normpath(db_root)) not in path.parents:
+            raise row.error(f"db_id = {name!r} leads out of data.db_root = {db_root!r}")
+        if path.is_file():
+            return str(path)
+    raise row.error(f"db_id = {name!r}: no {stem}.sqlite under data.db_root = {db_root!r}")
+
+
+def schema(database: str) -> str:
+    """The database as CREATE TABLE statements, each column with example values."""
+    query = "SELECT name FROM sqlite_master WHERE type = 'table' AND substr(name, 1, 7) <> 'sqlite_'"
+    tables = execute(database, query)
+    return "\n\n".join(_create_table(database, table) for (table,) in tables.rows)
+
+
+def _create_table(database: str, table: str) -> str:
+    columns = execute(database, f"PRAGMA table_info({_quoted(table)})").rows  # (number, name, type, ..., place in key)
+    lines = [(f"{_name(name)} {kind}".rstrip(), _examples(database, table, name)) for _, name, kind, *_ in columns]
+    if keys := [_name(column[1]) for column in sorted(columns, key=lambda column: column[5]) if column[5]]:
+        lines.append((f"PRIMARY KEY ({', '.join(keys)})", ""))
+    foreign: dict[int, list[tuple[Any, ...]]] = {}  # key's number -> (number, place, other table, column, its column)
+    for row in execute(database, f"PRAGMA foreign_key_list({_quoted(table)})").rows:
+        foreign.setdefault(row[0], []).append(row)
+    for rows in foreign.values():
+        own, target = (", ".join(_name(row[i]) for row in rows if row[i]) for i in (3, 4))
+        reference = f"{_name(rows[0][2])} ({target})" if target else _name(rows[0][2])
+        lines.append((f"FOREIGN KEY ({own}) REFERENCES {reference}", ""))
+    body = [f"    {line}{',' if number < len(lines) - 1 else ''}{note}" for number, (line, note) in enumerate(lines)]
+    return "\n".join([f"CREATE TABLE {_name(table)} (", *body, ");"])
+
+
+def _examples(database: str, table: str, column: str) -> str:
+    """A comment with the first few values of a column, none for blobs."""
+    name = _quoted(column)
+    query = (
+        f"SELECT DISTINCT {name} FROM (SELECT {name} FROM {_quoted(table)} LIMIT 1000)"
+        f" WHERE {name} IS NOT NULL AND typeof({name}) <> 'blob' LIMIT {EXAMPLES}"
+    )
+    values = [value for (value,) in execute(database, query).rows]
+    texts = (value[:EXAMPLE_LENGTH].encode("utf-8", "replace").decode() for value in values if isinstance(value, str))
+    shown = [next(texts) if isinstance(value, str) else value for value in values]
+    return f" -- example: {shown}" if shown else ""
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+@lru_cache(maxsize=4096)
+def _name(name: str) -> str:
+    """The name as a query has to write it: quoted unless SQLite takes it bare."""
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        return _quoted(name)
+    connection = sqlite3.connect(":memory:")
+    try:
+        connection.execute(f"CREATE TABLE {name} ({name})")
+    except sqlite3.OperationalError:  # one of its keywords
+        return _quoted(name)
+    finally:
+        connection.close()
+    return name

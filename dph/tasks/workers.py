@@ -200,6 +200,7 @@ def serve(handler: str, limit: str) -> None:
     replies = os.fdopen(os.dup(1), "wb")
     module, _, name = handler.partition(":")
     function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
+    getattr(sys.modules[module], "load", int)()
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     nowhere = os.open(os.devnull, os.O_WRONLY)
