@@ -99,10 +99,8 @@ def draw(source: random.Random, ops: str, digits: int, split: str, count: int, t
 
 
 def sum_of(a: int, op: str, b: int) -> str:
-    """What a question is about, however worded; a + b and b + a are one."""
-    if op != "-":
-        a, b = sorted((a, b))
-    return f"{a}{op}{b}"
+    """What a question is about, however worded; a + b and b + a are one, and so are a - b and b - a."""
+    return f"{min(a, b)}{op}{max(a, b)}"
 
 
 def split_of(a: int, op: str, b: int) -> str:
