@@ -1,9 +1,16 @@
 """Small models and rollouts that many tests share."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 
-from dph.model import Decoder, ModelConfig
+from dph.model import Decoder, ModelConfig, save_model
 from dph.rollouts import Rollout
+from dph.tasks.base import Prompt, Reward, Task
+from dph.tasks.miniature_base import write_tokenizer
+from dph.tasks.miniature_world import vocabulary
+from dph.tokenizer import load_tokenizer
 
 
 def tiny_model(seed: int = 0, vocab: int = 97, dtype: torch.dtype = torch.float32, scale: float = 0.3) -> Decoder:
@@ -29,3 +36,25 @@ def tiny_model(seed: int = 0, vocab: int = 97, dtype: torch.dtype = torch.float3
 
 def rollout(prompt: list[int], tokens: list[int], index: int = 0, sample: int = 0, reward: float = 0.0) -> Rollout:
     return Rollout(index, sample, prompt, tokens, [-1.0] * len(tokens), True, reward)
+
+
+class WordTask(Task):
+    """A task that a random model can learn: an answer is right if its first word stands early in the alphabet."""
+
+    def __init__(self, count: int = 12) -> None:
+        words = vocabulary()
+        prompts = [{"role": "user", "content": f"{words[i]} {words[i + 1]}"} for i in range(count)]
+        super().__init__("words", [Prompt(i, (message,), None, {}) for i, message in enumerate(prompts)])
+
+    def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
+        return [Reward.of("right" if text and text[0] < "h" else "wrong", text) for _, text in pairs]
+
+
+def tiny_folder(folder: Path, seed: int = 0) -> Path:
+    """A model folder in Hugging Face layout: the miniature's tokenizer and a tiny random model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    vocab = load_tokenizer(folder).vocab_size
+    save_model(tiny_model(seed, vocab), folder)
+    return folder

@@ -1,0 +1,78 @@
+"""E11: the estimator, intervals, keep and explore, and a whole evaluation from files."""
+
+import json
+import math
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from dph.answering import tokenize
+from dph.config import load_config
+from dph.evaluation import EvalSet, evaluate, evaluate_model, interval, keep_explore, pass_at_k, summarise
+from dph.model import load_model
+from dph.plots import plot_run, table
+from dph.tokenizer import load_tokenizer
+from tests.helpers import WordTask, tiny_folder
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "value"),
+    [(8, 2, 4, 0.7857143), (4, 1, 4, 1), (64, 1, 8, 0.125), (200, 1, 1, 0.005), (5, 0, 3, 0), (5, 5, 1, 1)],
+)
+def test_pass_at_k(n: int, c: int, k: int, value: float) -> None:
+    assert pass_at_k(n, c, k) == pytest.approx(value, abs=1e-7)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer() -> None:
+    for n in range(1, 7):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                hits = [any(i < c for i in chosen) for chosen in combinations(range(n), k)]
+                assert pass_at_k(n, c, k) == pytest.approx(sum(hits) / len(hits))
+
+
+def test_too_few_samples_are_an_error() -> None:
+    with pytest.raises(ValueError, match="pass@5 needs at least 5 samples, not 4"):
+        pass_at_k(4, 1, 5)
+
+
+def test_the_interval_covers_the_mean_and_narrows() -> None:
+    few, many = [0.0, 1.0] * 10, [0.0, 1.0] * 1000
+    (low, high), (low_many, high_many) = interval(few), interval(many)
+    assert low < 0.5 < high
+    assert high - low > 5 * (high_many - low_many)
+    assert high - low == pytest.approx(2 * 1.96 * 0.5 / math.sqrt(20), rel=0.15)
+
+
+def test_keep_and_explore() -> None:
+    base, new = {0: 3, 1: 1, 2: 0, 3: 0, 4: 8}, {0: 1, 1: 0, 2: 2, 3: 0, 4: 8}
+    assert keep_explore(base, new) == (pytest.approx(2 / 3), pytest.approx(1 / 2))
+    keep, explore = keep_explore({0: 1}, {0: 1})
+    assert keep == 1
+    assert math.isnan(explore)
+
+
+def test_an_evaluation_from_a_folder_to_table_json_and_picture(tmp_path: Path) -> None:
+    path = tiny_folder(tmp_path / "model")
+    config = load_config(
+        None, [f"--run.folder={tmp_path}", "--eval.samples=8", "--eval.k=[1,4]", "--sampling.max_new_tokens=5"]
+    )
+    model, tokenizer, task = load_model(path), load_tokenizer(path), WordTask(6)
+    data = EvalSet("words:six", task, tokenize(task, tokenizer, 50))
+    result, answers = evaluate(model, tokenizer, data, config, samples=8, greedy=True, bar=False)
+    assert len(answers) == 48
+    for problem in result["problems"]:
+        mine = [a for a in answers if a.rollout.prompt == problem["prompt"]]
+        assert problem["correct"] == sum(a.reward.value for a in mine)
+        assert problem["distinct"] == len({a.text for a in mine})
+        assert problem["greedy"] in (0.0, 1.0)
+    summary = summarise(result, (1, 4))
+    assert summary["pass@1"][0] == pytest.approx(sum(a.reward.value for a in answers) / 48)
+    base = evaluate_model(model, tokenizer, [data], config, "base")
+    new = {**evaluate_model(model, tokenizer, [data], config, "new")}
+    assert json.loads((tmp_path / "run/evaluation/base.json").read_text()) == base
+    lines = table([base, new], base="base").splitlines()
+    assert lines[0].split()[:3] == ["set", "model", "greedy"]
+    assert "1.000" in lines[3], "the same model keeps everything"
+    assert [p.name for p in plot_run(tmp_path / "run")] == ["pass_at_k.png"]

@@ -1,0 +1,83 @@
+"""The house rules: imports run downward, files and functions stay short, the mathematics imports nothing but torch."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LEVELS = [
+    {"errors"},
+    {"config", "tokenizer", "divergences", "model"},
+    {"tasks", "losses", "rollouts", "checkpoint"},
+    {"sampler"},
+    {"answering"},
+    {"presampling", "evaluation"},
+    {"plots", "cli"},
+    {"trainer"},
+]
+SOURCES = [*sorted((ROOT / "dph").rglob("*.py")), *(ROOT / f"{name}.py" for name in ("train", "presample", "evaluate"))]
+OUTSIDE_THE_COUNT = ("tasks", "plots", "study")
+
+
+def level(module: str) -> int:
+    return next(i for i, names in enumerate(LEVELS) if module in names)
+
+
+def imported(path: Path) -> set[str]:
+    """Names of the project's modules that a file imports, e.g. {"model", "tasks"}."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = (
+            [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+        found |= {name.split(".")[1] for name in names if name and name.startswith("dph.")}
+    return found
+
+
+def test_imports_run_downward() -> None:
+    for path in (ROOT / "dph").glob("*.py"):
+        if path.stem != "__init__":
+            for name in imported(path):
+                assert level(name) < level(path.stem), f"{path.name} imports {name}"
+    for path in (ROOT / "dph" / "tasks").glob("*.py"):
+        allowed = {"errors", "config", "tasks"} | ({"model", "tokenizer"} if path.stem == "miniature_base" else set())
+        assert imported(path) <= allowed, path.name
+
+
+def test_commands_that_train_nothing_never_import_the_trainer() -> None:
+    assert not any("trainer" in imported(ROOT / name) for name in ("presample.py", "evaluate.py"))
+
+
+def test_the_objective_imports_torch_alone() -> None:
+    for name in ("divergences", "losses"):
+        for node in ast.walk(ast.parse((ROOT / "dph" / f"{name}.py").read_text(encoding="utf-8"))):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            assert module.split(".")[0] in ("", "torch", "collections", "dataclasses", "functools", "typing", "dph"), (
+                module
+            )
+    assert imported(ROOT / "dph" / "losses.py") == {"divergences"}
+
+
+def test_the_house_can_be_read_in_an_afternoon() -> None:
+    total = 0
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        lines = len(text.splitlines())
+        assert lines < 400, f"{path.name} has {lines} lines"
+        if path.is_relative_to(ROOT / "dph") and not any(
+            name in path.parts or path.stem == name for name in OUTSIDE_THE_COUNT
+        ):
+            total += lines
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length < 60, f"{path.name}: {node.name} has {length} lines"
+    assert total < 2500, f"{total} lines"
+
+
+def test_commands_are_thin() -> None:
+    for name in ("train.py", "presample.py", "evaluate.py"):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) < 80, name
