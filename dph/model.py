@@ -27,6 +27,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 ROPES = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
 SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
 Device = torch.device | str
+YARN = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # all optional
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -84,7 +85,7 @@ def _positive(data: dict[str, Any], key: str, kind: type[float] = int, default: 
 
 
 def _refuse_unsupported(data: dict[str, Any]) -> None:
-    if (kind := data.get("model_type")) not in ARCHITECTURES:
+    if (kind := data.get("model_type")) not in list(ARCHITECTURES):
         raise UserError(f"config.json: model_type is {kind!r}; supported are {', '.join(ARCHITECTURES)}")
     only = {"architectures": [ARCHITECTURES[kind]], "hidden_act": "silu", "use_sliding_window": False}
     only |= {"mlp_bias": False, "attention_dropout": 0, "partial_rotary_factor": 1, "quantization_config": None}
@@ -92,22 +93,22 @@ def _refuse_unsupported(data: dict[str, Any]) -> None:
     for key, value in only.items():
         if data.get(key) not in (None, value):
             raise UserError(f"config.json: {key} is {data[key]!r}; only {value!r} is supported")
-    if other := set(data.get("layer_types") or ()) - {"full_attention"}:
-        raise UserError(f"config.json: layer_types has {', '.join(other)}; only full_attention is supported")
+    if not isinstance(layers := data.get("layer_types") or [], list) or {*map(str, layers)} - {"full_attention"}:
+        raise UserError(f"config.json: layer_types is {layers!r}; only full_attention is supported")
 
 
 def _rope_parameters(data: dict[str, Any]) -> dict[str, Any]:
     """One spelling for three: rope_theta + rope_scaling{rope_type}, the older {type}, rope_parameters{rope_theta}."""
-    rope = dict(data.get("rope_scaling") or data.get("rope_parameters") or {})
-    kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPES or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(f"config.json: the rope_type of {rope!r} is not supported; {', '.join(ROPES)} are")
-    rope.setdefault("rope_theta", data.get("rope_theta", 10_000.0))
+    spelled = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    kind = spelled.get("rope_type", spelled.get("type", "default")) if isinstance(spelled, dict) else None
+    if kind not in list(ROPES) or any(isinstance(value, dict) for value in spelled.values()):  # dicts: one RoPE a layer
+        raise UserError(f"config.json: the rope_type of {spelled!r} is not supported; {', '.join(ROPES)} are")
+    rope = {"rope_theta": data.get("rope_theta", 10_000.0), **spelled, "rope_type": kind}
     original = "original_max_position_embeddings"
     rope[original] = data.get(original) or rope.get(original) or data.get("max_position_embeddings")
-    for key in ("rope_theta", original, *ROPES[kind]):
+    for key in ("rope_theta", original, *ROPES[kind], *(key for key in YARN if rope.get(key))):
         _positive(rope, key, float)
-    if rope.get("partial_rotary_factor", 1) != 1:
+    if rope.get("partial_rotary_factor") not in (None, 1):
         raise UserError(f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']!r}; only 1 is supported")
     return rope
 
@@ -332,7 +333,7 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: D
         model = Decoder(config)
     weights = _read_weights(folder, {name: weight.shape for name, weight in model.state_dict().items()})
     for name, weight in weights.items():
-        weights[name] = weight.to(device, dtype, copy=True)
+        weights[name] = weight.to(device, dtype, copy=True)  # out of the mapped file, which may change
         if not weights[name].sum(dtype=torch.float32).isfinite():  # the sum is ten times as fast as a look at each
             raise UserError(f"{folder}: {name} holds NaN or infinite values in {dtype}")
     model.load_state_dict(weights, assign=True)
