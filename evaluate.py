@@ -12,7 +12,7 @@ from dph.checkpoint import checkpoints
 from dph.cli import load_policy, open_task, run_command, set_up
 from dph.config import Config
 from dph.errors import UserError
-from dph.evaluation import EvalSet, evaluate_model
+from dph.evaluation import evaluate_model
 from dph.plots import plot_pass_at_k, table
 
 
@@ -21,16 +21,15 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     device = set_up(config)
     if not config.data.eval:
         raise UserError('data.eval = [] names no evaluation set, e.g. data.eval = ["math:gsm8k/test.jsonl"]')
-    tasks = [(source, open_task(source, config)) for source in config.data.eval]
+    tasks = [open_task(source, config) for source in config.data.eval]
     newest = [str(folder) for folder in checkpoints(config.run_folder)[-1:]]
     paths = arguments.models or [config.model.path, *newest]
     names = _names(paths)
     reports = []
     for path, name in zip(paths, names, strict=True):
         policy = load_policy(path, config, device)
-        longest = config.data.max_prompt_tokens
-        sets = [EvalSet(source, task, tokenize(task, policy.tokenizer, longest)) for source, task in tasks]
-        reports.append(evaluate_model(policy.model, policy.tokenizer, sets, config, name))
+        sets = [tokenize(task, policy.tokenizer, config) for task in tasks]
+        reports.append(evaluate_model(policy, sets, config, name))
     print(table(reports, base=names[0]))
     print(f"picture: {plot_pass_at_k(reports, config.run_folder / 'evaluation')}")
 

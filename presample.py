@@ -10,7 +10,7 @@ from dph.answering import tokenize
 from dph.checkpoint import open_run
 from dph.cli import load_policy, open_task, run_command, set_up
 from dph.config import Config
-from dph.presampling import make_fingerprint, presample
+from dph.presampling import presample
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:
@@ -19,11 +19,9 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     task = open_task(config.data.train, config)
     run = open_run(config)
     policy = load_policy(config.model.path, config, device)
-    questions = tokenize(task, policy.tokenizer, config.data.max_prompt_tokens)
-    fingerprint = make_fingerprint(policy.folder, questions, config)
-    presample(policy.model, policy.tokenizer, task, questions, config, fingerprint)
+    presample(policy, tokenize(task, policy.tokenizer, config), config)
     report = json.loads((run / "presample" / "report.json").read_text(encoding="utf-8"))
-    for name in ("prompts", "near_perfect", "d_pef", "d_exp", "dropped", "rehearsal_answers", "pass@1", "correct_of_k"):
+    for name in ("prompts", "near_perfect", "d_pef", "d_exp", "rehearsal_answers", "pass@1", "correct_of_k"):
         print(f"{name:18} {report[name]}")
 
 

@@ -10,40 +10,31 @@ from dph.answering import tokenize
 from dph.checkpoint import open_run
 from dph.cli import load_policy, open_task, run_command, set_up
 from dph.config import Config
-from dph.evaluation import EvalSet, evaluate_model
+from dph.evaluation import evaluate_model
 from dph.plots import plot_run, table
-from dph.presampling import make_fingerprint, presample
+from dph.presampling import presample
 from dph.trainer import Trainer
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:
     """Pre-sample, train, evaluate."""
     device = set_up(config)
-    task = open_task(config.data.train, config)
-    eval_tasks = [(source, open_task(source, config)) for source in config.data.eval]
+    task, *exams = (open_task(source, config) for source in (config.data.train, *config.data.eval))
     run = open_run(config)
     policy = load_policy(config.model.path, config, device)
-    longest = config.data.max_prompt_tokens
-    questions = tokenize(task, policy.tokenizer, longest)
-    sets = [
-        EvalSet(source, eval_task, tokenize(eval_task, policy.tokenizer, longest)) for source, eval_task in eval_tasks
-    ]
-    loss, partition, reference = config.loss, None, None
-    if loss.divergence != "none" and loss.samples == "reference":
-        partition = presample(
-            policy.model, policy.tokenizer, task, questions, config, make_fingerprint(policy.folder, questions, config)
-        )
+    data, *sets = (tokenize(each, policy.tokenizer, config) for each in (task, *exams))
+    partition, reference, reports = None, None, []
+    if config.loss.divergence != "none" and config.loss.samples == "reference":
+        partition = presample(policy, data, config)
         stored, exp = len(partition.rehearsal), len(partition.exp)
         print(f"D_pef: {len(partition.pef)} prompts with {stored} answers; D_exp: {exp} prompts")
-    elif loss.divergence != "none":
+    elif config.loss.divergence != "none":
         reference = load_policy(config.model.path, config, device).model.requires_grad_(False)
-    reports = []
     if config.eval.final and sets:
-        reports.append(evaluate_model(policy.model, policy.tokenizer, sets, config, "base"))
-    trainer = Trainer(config, policy.model, policy.tokenizer, task, questions, partition, sets, reference)
-    trainer.run()
+        reports.append(evaluate_model(policy, sets, config, "base"))
+    Trainer(config, policy, data, partition, reference, sets).run()
     if reports:
-        reports.append(evaluate_model(policy.model, policy.tokenizer, sets, config, config.run.name))
+        reports.append(evaluate_model(policy, sets, config, config.run.name))
         print(table(reports, base="base"))
     for picture in plot_run(run):
         print(f"picture: {picture}")

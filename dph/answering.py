@@ -3,9 +3,12 @@
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import torch
 
+from dph.config import Config
 from dph.errors import UserError
 from dph.model import Decoder
 from dph.rollouts import Rollout
@@ -14,9 +17,16 @@ from dph.tasks import Prompt, Reward, Task
 from dph.tokenizer import Tokenizer
 
 GRADED_TOGETHER = 64
+PRESAMPLE, TRAIN, EVALUATE = 1, 2, 3  # each purpose has random streams of its own
 
-# Random streams never meet: each purpose has its number (the second entry of Settings.stream).
-PRESAMPLE, TRAIN, EVALUATE = 1, 2, 3
+
+@dataclass(frozen=True)
+class Policy:
+    """A model with its tokenizer and the folder that it came from."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    folder: Path
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,14 @@ class Question:
 
 
 @dataclass(frozen=True)
+class PromptSet:
+    """A task with its prompts tokenized; `task.name` is the source as the config names it."""
+
+    task: Task
+    questions: list[Question]
+
+
+@dataclass(frozen=True)
 class Answer:
     """One judged answer; its rollout carries the reward's value too."""
 
@@ -36,18 +54,27 @@ class Answer:
     reward: Reward
 
 
-def tokenize(task: Task, tokenizer: Tokenizer, longest: int) -> list[Question]:
-    """The task's prompts through the chat template; those over `longest` tokens are left out, with a word on how many.
+def tokenize(task: Task, tokenizer: Tokenizer, config: Config) -> PromptSet:
+    """The task's prompts through the chat template; those over data.max_prompt_tokens are left out, and counted aloud.
 
     Raises: UserError when nothing is left.
     """
+    longest = config.data.max_prompt_tokens
     questions = [Question(prompt, tokenizer.chat(prompt.messages)) for prompt in task.prompts()]
     kept = [question for question in questions if len(question.tokens) <= longest]
     if len(kept) < len(questions):
         print(f"{task.name}: left out {len(questions) - len(kept)} of {len(questions)} prompts over {longest} tokens")
     if not kept:
         raise UserError(f"{task.name}: no prompt of at most data.max_prompt_tokens = {longest} tokens")
-    return kept
+    return PromptSet(task, kept)
+
+
+def sampling_settings(
+    config: Config, tokenizer: Tokenizer, purpose: int, step: int = 0, top_p: float = 1.0
+) -> Settings:
+    """The sampler's settings of a config for one purpose and step."""
+    wanted, stream = config.sampling, (config.run.seed, purpose, step)
+    return Settings(stream, tokenizer.end_ids, wanted.max_new_tokens, wanted.temperature, top_p, wanted.max_rows)
 
 
 def answer(
@@ -58,27 +85,15 @@ def answer(
     samples: Sequence[Sequence[int]],
     settings: Settings,
 ) -> Iterator[Answer]:
-    """Judged answers in the order in which they end.
-
-    Args:
-        samples: for each question the numbers of the answers to draw.
-    """
-    requests = [Request(q.prompt.index, q.tokens, s) for q, s in zip(questions, samples, strict=True) if len(s)]
+    """Judged answers in the order in which they end; `samples` holds for each question the numbers of its answers."""
+    requests = [Request(q.prompt.index, q.tokens, s) for q, s in zip(questions, samples, strict=True)]
     prompts = {question.prompt.index: question.prompt for question in questions}
-    waiting: list[tuple[Rollout, str]] = []
-    for rollout in sample_stream(model, requests, settings):
-        waiting.append((rollout, tokenizer.decode(rollout.tokens)))
-        if len(waiting) == GRADED_TOGETHER:
-            yield from _grade(task, prompts, waiting)
-            waiting = []
-    yield from _grade(task, prompts, waiting)
-
-
-def _grade(task: Task, prompts: dict[int, Prompt], written: list[tuple[Rollout, str]]) -> Iterator[Answer]:
-    rewards = task.rewards([(prompts[rollout.prompt], text) for rollout, text in written]) if written else []
-    for (rollout, text), reward in zip(written, rewards, strict=True):
-        rollout.reward = reward.value
-        yield Answer(rollout, text, reward)
+    stream = sample_stream(model, requests, settings)
+    while written := [(rollout, tokenizer.decode(rollout.tokens)) for rollout in islice(stream, GRADED_TOGETHER)]:
+        rewards = task.rewards([(prompts[rollout.prompt], text) for rollout, text in written])
+        for (rollout, text), reward in zip(written, rewards, strict=True):
+            rollout.reward = reward.value
+            yield Answer(rollout, text, reward)
 
 
 class Actor:

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     partial = path.with_name(path.name + ".partial")
     save_file(dict(tensors), partial)
     partial.replace(path)
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Appends rows to a JSON Lines file; a crash may cut the last line, which readers drop."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def open_run(config: Config) -> Path:

@@ -4,16 +4,16 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from dph.answering import Policy
 from dph.config import Config, describe, load_config
 from dph.errors import UserError
-from dph.model import Decoder, load_model
+from dph.model import load_model
 from dph.tasks import Task, load_task
-from dph.tokenizer import Tokenizer, load_tokenizer
+from dph.tokenizer import load_tokenizer
 
 
 def run_command(
@@ -75,15 +75,6 @@ def resolve_model(path: str, config: Config) -> Path:
             f"model.path = {path!r} is no folder and could not be fetched from the hub ({type(error).__name__}); "
             "download it elsewhere and give its folder"
         ) from error
-
-
-@dataclass(frozen=True)
-class Policy:
-    """A loaded model with its tokenizer and the folder that it came from."""
-
-    model: Decoder
-    tokenizer: Tokenizer
-    folder: Path
 
 
 def load_policy(path: str, config: Config, device: torch.device) -> Policy:

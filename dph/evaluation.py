@@ -7,31 +7,17 @@ made again from the JSON files without a model. pass@k is the unbiased estimator
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from dph.answering import EVALUATE, Actor, Answer, Question, answer
+from dph.answering import EVALUATE, Actor, Answer, Policy, PromptSet, answer, sampling_settings
 from dph.checkpoint import write_text
 from dph.config import Config
-from dph.model import Decoder
-from dph.sampler import Settings
-from dph.tasks import Task
-from dph.tokenizer import Tokenizer
 
 RESAMPLES = 1000
-Array = np.ndarray[Any, np.dtype[np.float64]]
-
-
-@dataclass(frozen=True)
-class EvalSet:
-    """One evaluation set: its source as the config names it, its task and its prompts."""
-
-    source: str
-    task: Task
-    questions: list[Question]
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -71,38 +57,30 @@ def keep_explore(base: Mapping[int, int], new: Mapping[int, int]) -> tuple[float
 
 
 def evaluate(
-    model: Decoder, tokenizer: Tokenizer, data: EvalSet, config: Config, samples: int, greedy: bool, bar: bool = True
+    policy: Policy, data: PromptSet, config: Config, samples: int, greedy: bool, bar: bool = True
 ) -> tuple[dict[str, Any], list[Answer]]:
     """Draws `samples` answers to every prompt of a set, and one greedy answer.
 
     Returns: {"source", "n", "problems": [{"prompt", "correct", "greedy", ...}]}, and the sampled answers.
     """
-    actor = Actor(model, config.run.dtype)
-    rows = range(len(data.questions))
-    problems: list[list[Answer]] = [[] for _ in rows]
-    first: dict[int, float] = {}
-    place = {question.prompt.index: row for row, question in enumerate(data.questions)}
-    with tqdm(total=len(rows) * (samples + greedy), desc=data.source, unit="answer", disable=not bar) as progress:
+    model = Actor(policy.model, config.run.dtype).model
+    drawn: dict[int, list[Answer]] = {question.prompt.index: [] for question in data.questions}
+    best: dict[int, float] = {}
+    settings = sampling_settings(config, policy.tokenizer, EVALUATE, top_p=config.eval.top_p)
+    with tqdm(total=len(drawn) * (samples + greedy), desc=data.task.name, unit="answer", disable=not bar) as progress:
         for temperature, numbers in ((config.eval.temperature, range(samples)), (0.0, range(int(greedy)))):
-            settings = Settings(
-                stream=(config.run.seed, EVALUATE, 0),
-                end_ids=tokenizer.end_ids,
-                max_new_tokens=config.sampling.max_new_tokens,
-                temperature=temperature,
-                top_p=config.eval.top_p,
-                max_rows=config.sampling.max_rows,
-            )
-            for got in answer(actor.model, tokenizer, data.task, data.questions, [numbers] * len(rows), settings):
+            how = replace(settings, temperature=temperature)
+            for got in answer(model, policy.tokenizer, data.task, data.questions, [numbers] * len(drawn), how):
                 progress.update()
                 if temperature:
-                    problems[place[got.rollout.prompt]].append(got)
+                    drawn[got.rollout.prompt].append(got)
                 else:
-                    first[place[got.rollout.prompt]] = got.reward.value
-    found = [_problem(data.questions[row].prompt.index, problems[row]) for row in rows]
-    for row, value in first.items():
-        found[row]["greedy"] = value
-    return {"source": data.source, "n": samples, "problems": found}, [
-        got for problem_answers in problems for got in problem_answers
+                    best[got.rollout.prompt] = got.reward.value
+    problems = [_problem(index, answers) for index, answers in drawn.items()]
+    if greedy:
+        problems = [{**problem, "greedy": best[problem["prompt"]]} for problem in problems]
+    return {"source": data.task.name, "n": samples, "problems": problems}, [
+        a for answers in drawn.values() for a in answers
     ]
 
 
@@ -134,11 +112,9 @@ def summarise(result: Mapping[str, Any], ks: Sequence[int]) -> dict[str, Any]:
     return summary
 
 
-def evaluate_model(
-    model: Decoder, tokenizer: Tokenizer, sets: Sequence[EvalSet], config: Config, name: str
-) -> dict[str, Any]:
+def evaluate_model(policy: Policy, sets: Sequence[PromptSet], config: Config, name: str) -> dict[str, Any]:
     """A full evaluation of one model, written to RUN/evaluation/NAME.json."""
-    results = [evaluate(model, tokenizer, s, config, config.eval.samples, config.eval.greedy)[0] for s in sets]
+    results = [evaluate(policy, data, config, config.eval.samples, config.eval.greedy)[0] for data in sets]
     report = {"model": name, "sets": {r["source"]: {**r, "summary": summarise(r, config.eval.k)} for r in results}}
     folder = config.run_folder / "evaluation"
     folder.mkdir(parents=True, exist_ok=True)

@@ -24,17 +24,12 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from dph.answering import PRESAMPLE, Actor, Question, answer, autocast
-from dph.checkpoint import write_tensors, write_text
+from dph.answering import PRESAMPLE, Actor, Answer, Policy, PromptSet, Question, answer, autocast, sampling_settings
+from dph.checkpoint import append_rows, write_tensors, write_text
 from dph.config import Config
 from dph.errors import UserError
-from dph.model import Decoder
 from dph.rollouts import Rollout, score
-from dph.sampler import Settings
 from dph.tasks import Task
-from dph.tokenizer import Tokenizer
-
-FIRST, SECOND = "first", "second"  # the k samples; the confirming one and those drawn with it
 
 
 @dataclass(frozen=True)
@@ -46,160 +41,106 @@ class Partition:
     rehearsal: list[Rollout]
 
 
-def presample(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    task: Task,
-    questions: Sequence[Question],
-    config: Config,
-    fingerprint: dict[str, str],
-) -> Partition:
+def presample(policy: Policy, data: PromptSet, config: Config) -> Partition:
     """Makes RUN/presample, or reads it where it is already there and fits."""
-    folder = config.run_folder / "presample"
-    if (folder / "report.json").exists():
-        return load_partition(folder, questions, fingerprint)
-    folder.mkdir(parents=True, exist_ok=True)
-    progress = _Progress(folder / "progress.jsonl", fingerprint)
-    wanted = config.presample
-    k, more = wanted.responses, wanted.rehearsal_responses
-    ask = _Asker(model, tokenizer, task, config, progress)
-    ask(FIRST, questions, range(k), keep=not wanted.confirm)
-    near_perfect = [q for q in questions if progress.correct(FIRST, q) >= wanted.threshold]
-    if wanted.confirm:
-        ask(SECOND, near_perfect, range(k, k + more), keep=True)
-    pef = [q for q in near_perfect if not wanted.confirm or progress[SECOND, q]["rewards"][0] == 1]
-    stage = SECOND if wanted.confirm else FIRST
-    rehearsal = [
-        Rollout(q.prompt.index, number, q.tokens, tokens, [0.0] * len(tokens), True, 1.0)
-        for q in pef
-        for number, tokens in enumerate(progress[stage, q]["answers"][:more])
-    ]
-    with autocast(model, config.run.dtype):
-        scores = score(model, rehearsal, config.sampling.temperature, config.train.microbatch_tokens)
-    for rollout, logprobs in zip(rehearsal, scores, strict=True):
-        rollout.logprobs = logprobs
-    _write(folder, questions, near_perfect, pef, rehearsal, progress, config, fingerprint)
+    folder, wanted, questions = config.run_folder / "presample", config.presample, data.questions
+    fingerprint = make_fingerprint(policy.folder, questions, config)
+    if not (folder / "report.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        work = _Work(policy, data.task, config, folder / "progress.jsonl", fingerprint)
+        k, more = wanted.responses, wanted.rehearsal_responses
+        work.ask("first", questions, range(k), keep=not wanted.confirm)
+        near_perfect = [q for q in questions if sum(work["first", q]["rewards"]) >= wanted.threshold]
+        stage = "second" if wanted.confirm else "first"
+        work.ask(stage, near_perfect, range(k, k + more), keep=True)  # without confirmation all are done already
+        pef = [q for q in near_perfect if not wanted.confirm or work[stage, q]["rewards"][0] == 1]
+        answers = [(q, tokens) for q in pef for tokens in work[stage, q]["answers"][:more]]
+        rehearsal = [Rollout(q.prompt.index, 0, q.tokens, tokens, [0.0] * len(tokens), True) for q, tokens in answers]
+        with autocast(policy.model, config.run.dtype):
+            scores = score(policy.model, rehearsal, config.sampling.temperature, config.train.microbatch_tokens)
+        _write(folder, work, questions, {q.prompt.index for q in pef}, rehearsal, scores)
     return load_partition(folder, questions, fingerprint)
 
 
-class _Progress:
-    """The prompts that are done: an append-only file whose first line is the fingerprint."""
+class _Work:
+    """The prompts that are done, each a row of an append-only file whose first line is the fingerprint."""
 
-    def __init__(self, path: Path, fingerprint: dict[str, str]) -> None:
-        self.path = path
-        self.done: dict[tuple[str, int], dict[str, Any]] = {}
+    def __init__(self, policy: Policy, task: Task, config: Config, path: Path, fingerprint: dict[str, str]) -> None:
+        self.policy, self.task, self.config, self.path, self.fingerprint = policy, task, config, path, fingerprint
         lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
         if len(lines) > 1:
             _refuse_stale(path, json.loads(lines[0]), fingerprint)
-        text = "\n".join([json.dumps(fingerprint), *lines[1:-1], ""])  # the last piece is empty, or cut by a crash
-        write_text(path, text)
-        for line in lines[1:-1]:
-            row = json.loads(line)
-            self.done[row["stage"], row["prompt"]] = row
+        rows = [json.loads(line) for line in lines[1:-1]]  # the last piece is empty, or cut by a crash
+        write_text(path, "".join(json.dumps(row) + "\n" for row in [fingerprint, *rows]))
+        self.done: dict[tuple[str, int], dict[str, Any]] = {(row["stage"], row["prompt"]): row for row in rows}
 
     def __getitem__(self, key: tuple[str, Question]) -> dict[str, Any]:
         return self.done[key[0], key[1].prompt.index]
 
-    def correct(self, stage: str, question: Question) -> int:
-        """Correct answers of one prompt in one stage."""
-        return sum(reward == 1 for reward in self[stage, question]["rewards"])
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.done[row["stage"], row["prompt"]] = row
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-@dataclass(frozen=True)
-class _Asker:
-    """Draws and judges answers of pi_ref, and notes each prompt as its last answer comes in."""
-
-    model: Decoder
-    tokenizer: Tokenizer
-    task: Task
-    config: Config
-    progress: _Progress
-
-    def __call__(self, stage: str, questions: Sequence[Question], samples: range, keep: bool) -> None:
-        todo = [q for q in questions if (stage, q.prompt.index) not in self.progress.done]
-        settings = Settings(
-            stream=(self.config.run.seed, PRESAMPLE, 0),
-            end_ids=self.tokenizer.end_ids,
-            max_new_tokens=self.config.sampling.max_new_tokens,
-            temperature=self.config.sampling.temperature,
-            top_p=self.config.presample.top_p,
-            max_rows=self.config.sampling.max_rows,
-        )
-        actor = Actor(self.model, self.config.run.dtype)
-        collected: dict[int, dict[int, tuple[float, list[int], str]]] = {}
-        bar = tqdm(
-            total=len(questions), initial=len(questions) - len(todo), desc=f"pre-sampling, {stage}", unit="prompt"
-        )
-        with bar:
-            answers = answer(actor.model, self.tokenizer, self.task, todo, [samples] * len(todo), settings)
-            for got in answers:
-                row = collected.setdefault(got.rollout.prompt, {})
-                row[got.rollout.sample] = (got.reward.value, got.rollout.tokens, got.reward.outcome)
-                if len(row) == len(samples):
-                    self.progress.add(_row(stage, got.rollout.prompt, collected.pop(got.rollout.prompt), keep))
+    def ask(self, stage: str, questions: Sequence[Question], samples: range, keep: bool) -> None:
+        """Draws and judges answers of pi_ref; a prompt is noted when its last answer is in, with the correct ones."""
+        todo = [q for q in questions if (stage, q.prompt.index) not in self.done]
+        settings = sampling_settings(self.config, self.policy.tokenizer, PRESAMPLE, top_p=self.config.presample.top_p)
+        model = Actor(self.policy.model, self.config.run.dtype).model
+        found: dict[int, dict[int, Answer]] = {}
+        begun = len(questions) - len(todo)
+        with tqdm(total=len(questions), initial=begun, desc=f"pre-sampling, {stage}", unit="prompt") as bar:
+            for got in answer(model, self.policy.tokenizer, self.task, todo, [samples] * len(todo), settings):
+                prompt = got.rollout.prompt
+                found.setdefault(prompt, {})[got.rollout.sample] = got
+                if len(found[prompt]) == len(samples):
+                    self._note(stage, prompt, [a for _, a in sorted(found.pop(prompt).items())], keep)
                     bar.update()
 
-
-def _row(stage: str, prompt: int, answers: dict[int, tuple[float, list[int], str]], keep: bool) -> dict[str, Any]:
-    ordered = [answers[number] for number in sorted(answers)]
-    return {
-        "stage": stage,
-        "prompt": prompt,
-        "rewards": [value for value, _, _ in ordered],
-        "outcomes": dict(Counter(outcome for _, _, outcome in ordered)),
-        "answers": [tokens for value, tokens, _ in ordered if keep and value == 1],
-    }
+    def _note(self, stage: str, prompt: int, answers: Sequence[Answer], keep: bool) -> None:
+        self.done[stage, prompt] = row = {
+            "stage": stage,
+            "prompt": prompt,
+            "rewards": [a.reward.value for a in answers],
+            "outcomes": Counter(a.reward.outcome for a in answers),
+            "answers": [a.rollout.tokens for a in answers if keep and a.reward.value == 1],
+        }
+        append_rows(self.path, [row])
 
 
 def _write(
     folder: Path,
+    work: _Work,
     questions: Sequence[Question],
-    near_perfect: Sequence[Question],
-    pef: Sequence[Question],
+    pef: set[int],
     rehearsal: Sequence[Rollout],
-    progress: _Progress,
-    config: Config,
-    fingerprint: dict[str, str],
+    scores: Sequence[Sequence[float]],
 ) -> None:
     """All three files; report.json last, since it says that the others are complete."""
-    in_pef = {q.prompt.index for q in pef}
+    wanted = work.config.presample
     rows: list[dict[str, Any]] = []
-    outcomes = Counter[str]()
     for question in questions:
-        correct = progress.correct(FIRST, question)
-        unsolved = config.presample.drop_unsolved and correct == 0
-        chosen = "pef" if question.prompt.index in in_pef else "dropped" if unsolved else "exp"
-        rows.append({"prompt": question.prompt.index, "set": chosen, "correct": correct})
-        outcomes.update(progress[FIRST, question]["outcomes"])
+        correct, index = int(sum(work["first", question]["rewards"])), question.prompt.index
+        unsolved = wanted.drop_unsolved and correct == 0
+        chosen = "pef" if index in pef else "dropped" if unsolved else "exp"
+        rows.append({"prompt": index, "set": chosen, "correct": correct})
     write_text(folder / "partition.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     tensors = {
         "prompt": torch.tensor([r.prompt for r in rehearsal], dtype=torch.int64),
         "lengths": torch.tensor([len(r.tokens) for r in rehearsal], dtype=torch.int64),
         "tokens": torch.tensor([t for r in rehearsal for t in r.tokens], dtype=torch.int64),
-        "logprobs": torch.tensor([x for r in rehearsal for x in r.logprobs], dtype=torch.float32),
+        "logprobs": torch.tensor([x for row in scores for x in row], dtype=torch.float32),
     }
     write_tensors(folder / "rehearsal.safetensors", tensors)
-    sets = Counter(row["set"] for row in rows)
+    counts = Counter(row["correct"] for row in rows)
     report = {
         "prompts": len(rows),
-        "near_perfect": len(near_perfect),
-        "d_pef": sets["pef"],
-        "d_exp": sets["exp"],
-        "dropped": sets["dropped"],
+        "near_perfect": sum(n for c, n in counts.items() if c >= wanted.threshold),
+        **{f"d_{name}": sum(row["set"] == name for row in rows) for name in ("pef", "exp")},
         "rehearsal_answers": len(rehearsal),
-        "pass@1": sum(row["correct"] for row in rows) / (len(rows) * config.presample.responses),
-        "correct_of_k": {str(c): n for c, n in sorted(Counter(row["correct"] for row in rows).items())},
-        "outcomes": dict(outcomes),
-        "presample": asdict(config.presample),
-        "fingerprint": fingerprint,
+        "pass@1": sum(c * n for c, n in counts.items()) / (len(rows) * wanted.responses),
+        "correct_of_k": {str(c): n for c, n in sorted(counts.items())},
+        "outcomes": sum((Counter(work["first", q]["outcomes"]) for q in questions), Counter()),
+        "presample": asdict(wanted),
+        "fingerprint": work.fingerprint,
     }
     write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
-    progress.path.unlink()
+    work.path.unlink()
 
 
 def load_partition(folder: Path, questions: Sequence[Question], fingerprint: dict[str, str]) -> Partition:

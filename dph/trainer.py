@@ -26,28 +26,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dph.answering import TRAIN, Actor, Answer, Question, answer, autocast
-from dph.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_text
+from dph import losses
+from dph.answering import TRAIN, Actor, Answer, Policy, PromptSet, Question, answer, autocast, sampling_settings
+from dph.checkpoint import append_rows, checkpoints, load_checkpoint, save_checkpoint, write_text
 from dph.config import Config
 from dph.divergences import make_divergence
 from dph.errors import UserError
-from dph.evaluation import EvalSet, evaluate, summarise
-from dph.losses import (
-    aggregate,
-    clipped_fractions,
-    clipped_loss,
-    denominator,
-    group_advantages,
-    own_sample_divergence,
-    penalty_loss,
-    rehearsal_loss,
-)
+from dph.evaluation import evaluate, summarise
 from dph.model import Decoder
 from dph.presampling import Partition
 from dph.rollouts import Batch, Rollout, collate, microbatches, score, token_logprobs
-from dph.sampler import Settings
-from dph.tasks import Task
-from dph.tokenizer import Tokenizer
+from dph.tasks import Prompt
 
 PROMPTS, REHEARSAL = 1, 2  # numbers of the two random orders
 SAMPLER_GAP = 1e-4  # largest difference in log-probability at which the sampler's own replace a second scoring
@@ -62,18 +51,17 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        model: Decoder,
-        tokenizer: Tokenizer,
-        task: Task,
-        questions: Sequence[Question],
-        partition: Partition | None,
-        sets: Sequence[EvalSet],
+        policy: Policy,
+        data: PromptSet,
+        partition: Partition | None = None,
         reference: Decoder | None = None,
+        sets: Sequence[PromptSet] = (),
     ) -> None:
-        """`partition`: None explores all questions; `reference`: pi_ref online, for a divergence on own samples."""
-        self.config, self.model, self.tokenizer, self.task, self.sets = config, model, tokenizer, task, sets
-        by_index = {question.prompt.index: question for question in questions}
-        self.explore = list(questions) if partition is None else [by_index[i] for i in partition.exp]
+        """`partition`: None explores all prompts; `reference`: pi_ref online, for a divergence on own samples."""
+        self.config, self.policy, self.task, self.sets = config, policy, data.task, sets
+        self.model = model = policy.model
+        chosen = None if partition is None else set(partition.exp)
+        self.explore = [q for q in data.questions if chosen is None or q.prompt.index in chosen]
         self.rehearsal = partition.rehearsal if partition is not None and config.loss.eta > 0 else []
         self.reference = reference
         loss = config.loss
@@ -103,7 +91,7 @@ class Trainer:
                 step = self.state["step"] = self.state["step"] + 1
                 if train.eval_every and step % train.eval_every == 0:
                     metrics["eval"] = self._evaluate(step)
-                _append(folder / "metrics.jsonl", [{"step": step, **metrics}])
+                append_rows(folder / "metrics.jsonl", [{"step": step, **metrics}])
                 for name, value in metrics.items():
                     if writer is not None and isinstance(value, float):
                         writer.add_scalar(name, value, step)
@@ -111,7 +99,9 @@ class Trainer:
                 bar.update()
                 due = train.save_every and step % train.save_every == 0
                 if due or step == train.steps or stopped:
-                    save_checkpoint(folder, self.model, self.tokenizer, self.optimizer, self.state, train.keep_last)
+                    save_checkpoint(
+                        folder, self.model, self.policy.tokenizer, self.optimizer, self.state, train.keep_last
+                    )
                 if stopped and step < train.steps:
                     raise KeyboardInterrupt
 
@@ -124,7 +114,7 @@ class Trainer:
         rollouts = [a.rollout for a in answers]
         rewards = torch.tensor([r.reward for r in rollouts])
         groups = torch.arange(len(questions)).repeat_interleave(train.responses_per_prompt)
-        advantages = group_advantages(rewards, groups, self.config.loss.advantage_std)
+        advantages = losses.group_advantages(rewards, groups, self.config.loss.advantage_std)
         with meter.seconds("score"):
             self._score(rollouts, meter)
         with meter.seconds("train"):
@@ -140,14 +130,8 @@ class Trainer:
             first = seen[question.prompt.index]
             samples.append(range(first, first + size))
             seen[question.prompt.index] += size
-        settings = Settings(
-            stream=(self.config.run.seed, TRAIN, self.state["step"]),
-            end_ids=self.tokenizer.end_ids,
-            max_new_tokens=self.config.sampling.max_new_tokens,
-            temperature=self.config.sampling.temperature,
-            max_rows=self.config.sampling.max_rows,
-        )
-        stream = answer(self.actor.refresh(), self.tokenizer, self.task, questions, samples, settings)
+        settings = sampling_settings(self.config, self.policy.tokenizer, TRAIN, self.state["step"])
+        stream = answer(self.actor.refresh(), self.policy.tokenizer, self.task, questions, samples, settings)
         found = {(a.rollout.prompt, a.rollout.sample): a for a in stream}
         return [
             found[q.prompt.index, number] for q, numbers in zip(questions, samples, strict=True) for number in numbers
@@ -194,14 +178,16 @@ class Trainer:
         """Gradients of one batch, summed over micro-batches of `rows`; denominators count all rollouts."""
         loss = self.config.loss
         lengths = torch.tensor([len(r.tokens) for r in rollouts])
-        total = denominator(lengths, loss.aggregation, loss.aggregation_length or self.config.sampling.max_new_tokens)
+        total = losses.denominator(
+            lengths, loss.aggregation, loss.aggregation_length or self.config.sampling.max_new_tokens
+        )
         for group in microbatches([rollouts[i] for i in rows], self.config.train.microbatch_tokens):
             index = [rows[i] for i in group]
             batch = collate([rollouts[i] for i in index], self.device)
             with autocast(self.model, self.config.run.dtype):
                 logprobs, entropy = token_logprobs(self.model, batch, self.config.sampling.temperature)
             values = row_loss(index, batch, logprobs, entropy)  # (B, T)
-            torch.autograd.backward(aggregate(values, batch.mask, loss.aggregation, total))
+            torch.autograd.backward(losses.aggregate(values, batch.mask, loss.aggregation, total))
         return sum(len(rollouts[i]) for i in rows)
 
     def _exploration(
@@ -209,10 +195,10 @@ class Trainer:
     ) -> Tensor:
         """Per-token values of E4, and of the penalty of E2 where there is one, (B, T)."""
         loss, mask, old = self.config.loss, batch.mask, batch.logprobs
-        values = clipped_loss(logprobs, old, advantages, mask, loss.clip_low, loss.clip_high, loss.dual_clip)
+        values = losses.clipped_loss(logprobs, old, advantages, mask, loss.clip_low, loss.clip_high, loss.dual_clip)
         tokens = int(mask.sum())
         with torch.no_grad():
-            below, above = clipped_fractions(logprobs, old, advantages, mask, loss.clip_low, loss.clip_high)
+            below, above = losses.clipped_fractions(logprobs, old, advantages, mask, loss.clip_low, loss.clip_high)
             meter.add("loss_exp", values.sum(), tokens)
             meter.add("clip_low_fraction", below.sum(), tokens)
             meter.add("clip_high_fraction", above.sum(), tokens)
@@ -221,13 +207,15 @@ class Trainer:
             return values
         ref = batch.ref_logprobs
         with torch.no_grad():
-            meter.add("divergence", own_sample_divergence(logprobs, ref, mask, self.divergence).sum(), tokens)
-        return values + loss.eta * penalty_loss(logprobs, old, ref, mask, self.divergence, loss.penalty_estimator)
+            meter.add("divergence", losses.own_sample_divergence(logprobs, ref, mask, self.divergence).sum(), tokens)
+        return values + loss.eta * losses.penalty_loss(
+            logprobs, old, ref, mask, self.divergence, loss.penalty_estimator
+        )
 
     def _rehearsal(self, batch: Batch, logprobs: Tensor, meter: "_Meter") -> Tensor:
         """Per-token values of E5 on stored answers, (B, T)."""
         assert self.divergence is not None, "rehearsal without a divergence"
-        values = rehearsal_loss(logprobs, batch.logprobs, batch.mask, self.divergence)
+        values = losses.rehearsal_loss(logprobs, batch.logprobs, batch.mask, self.divergence)
         tokens = int(batch.mask.sum())
         with torch.no_grad():
             meter.add("divergence", values.sum(), tokens)
@@ -279,18 +267,17 @@ class Trainer:
         }
 
     def _evaluate(self, step: int) -> dict[str, Any]:
-        """A small evaluation; some of its answers go to samples.jsonl."""
-        found, few = {}, self.config.eval
+        """A small evaluation; eight answers of each set go to samples.jsonl."""
+        found, small = {}, self.config.eval
         for data in self.sets:
-            part = EvalSet(data.source, data.task, data.questions[: few.during_prompts])
-            result, answers = evaluate(
-                self.model, self.tokenizer, part, self.config, few.during_samples, False, bar=False
-            )
-            found[data.source] = summarise(result, few.k)
+            part = PromptSet(data.task, data.questions[: small.during_prompts])
+            result, answers = evaluate(self.policy, part, self.config, small.during_samples, False, bar=False)
+            found[data.task.name] = summarise(result, small.k)
             prompts = {q.prompt.index: q.prompt for q in part.questions}
-            shown = answers[:: max(1, len(answers) // 8)][:8]
-            rows = [{"step": step, "source": data.source, **_shown(prompts[a.rollout.prompt], a)} for a in shown]
-            _append(self.config.run_folder / "samples.jsonl", rows)
+            rows = [
+                _shown(step, data.task.name, prompts[a.rollout.prompt], a) for a in answers[:: -(-len(answers) // 8)]
+            ]
+            append_rows(self.config.run_folder / "samples.jsonl", rows)
         return found
 
 
@@ -344,18 +331,9 @@ def _rollout_metrics(answers: Sequence[Answer], advantages: Tensor, groups: Tens
     }
 
 
-def _shown(prompt: Any, got: Answer) -> dict[str, Any]:
-    return {
-        "prompt": prompt.messages[-1]["content"],
-        "response": got.text,
-        "reward": got.reward.value,
-        "outcome": got.reward.outcome,
-    }
-
-
-def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+def _shown(step: int, source: str, prompt: Prompt, got: Answer) -> dict[str, Any]:
+    judged = {"reward": got.reward.value, "outcome": got.reward.outcome}
+    return {"step": step, "source": source, "prompt": prompt.messages[-1]["content"], "response": got.text, **judged}
 
 
 def _cut_log(path: Path, step: int) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dph.answering import tokenize
+from dph.answering import Policy, tokenize
 from dph.config import load_config
-from dph.evaluation import EvalSet, evaluate, evaluate_model, interval, keep_explore, pass_at_k, summarise
+from dph.evaluation import evaluate, evaluate_model, interval, keep_explore, pass_at_k, summarise
 from dph.model import load_model
 from dph.plots import plot_run, table
 from dph.tokenizer import load_tokenizer
@@ -58,9 +58,9 @@ def test_an_evaluation_from_a_folder_to_table_json_and_picture(tmp_path: Path) -
     config = load_config(
         None, [f"--run.folder={tmp_path}", "--eval.samples=8", "--eval.k=[1,4]", "--sampling.max_new_tokens=5"]
     )
-    model, tokenizer, task = load_model(path), load_tokenizer(path), WordTask(6)
-    data = EvalSet("words:six", task, tokenize(task, tokenizer, 50))
-    result, answers = evaluate(model, tokenizer, data, config, samples=8, greedy=True, bar=False)
+    policy = Policy(load_model(path), load_tokenizer(path), path)
+    data = tokenize(WordTask(6), policy.tokenizer, config)
+    result, answers = evaluate(policy, data, config, samples=8, greedy=True, bar=False)
     assert len(answers) == 48
     for problem in result["problems"]:
         mine = [a for a in answers if a.rollout.prompt == problem["prompt"]]
@@ -69,8 +69,8 @@ def test_an_evaluation_from_a_folder_to_table_json_and_picture(tmp_path: Path) -
         assert problem["greedy"] in (0.0, 1.0)
     summary = summarise(result, (1, 4))
     assert summary["pass@1"][0] == pytest.approx(sum(a.reward.value for a in answers) / 48)
-    base = evaluate_model(model, tokenizer, [data], config, "base")
-    new = {**evaluate_model(model, tokenizer, [data], config, "new")}
+    base = evaluate_model(policy, [data], config, "base")
+    new = evaluate_model(policy, [data], config, "new")
     assert json.loads((tmp_path / "run/evaluation/base.json").read_text()) == base
     lines = table([base, new], base="base").splitlines()
     assert lines[0].split()[:3] == ["set", "model", "greedy"]

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import dph.presampling
-from dph.answering import Question, tokenize
+from dph.answering import Policy, Question, tokenize
 from dph.config import Config, load_config
 from dph.errors import UserError
 from dph.model import load_model
-from dph.presampling import Partition, make_fingerprint, presample
+from dph.presampling import Partition, presample
 from dph.rollouts import collate, token_logprobs
 from dph.tasks.base import Prompt, Reward
 from dph.tokenizer import load_tokenizer
@@ -45,10 +45,9 @@ def make(folder: Path, *more: str, task: Counting | None = None) -> tuple[Partit
             *more,
         ],
     )
-    tokenizer, task = load_tokenizer(folder / "model"), task or Counting()
-    questions = tokenize(task, tokenizer, 50)
-    fingerprint = make_fingerprint(folder / "model", questions, config)
-    return presample(load_model(folder / "model"), tokenizer, task, questions, config, fingerprint), config, questions
+    policy = Policy(load_model(folder / "model"), load_tokenizer(folder / "model"), folder / "model")
+    data = tokenize(task or Counting(), policy.tokenizer, config)
+    return presample(policy, data, config), config, data.questions
 
 
 def rows(folder: Path) -> list[dict[str, object]]:
@@ -101,16 +100,16 @@ def test_unsolved_prompts_may_be_dropped(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path / "a", "--sampling.max_rows=4")
-    original = dph.presampling._Progress.add
+    original = dph.presampling.append_rows
     left = [5]
 
-    def failing(self: object, row: dict[str, object]) -> None:
+    def failing(path: Path, rows: list[dict[str, object]]) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
-        original(self, row)  # type: ignore[arg-type]
+        original(path, rows)
 
-    monkeypatch.setattr(dph.presampling._Progress, "add", failing)
+    monkeypatch.setattr(dph.presampling, "append_rows", failing)
     for _ in range(9):
         left[0] = 5
         try:

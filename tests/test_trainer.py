@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dph.answering import tokenize
+from dph.answering import Policy, tokenize
 from dph.checkpoint import open_run
 from dph.config import Config, load_config
 from dph.divergences import GENERATORS
@@ -52,15 +52,16 @@ def trainer(folder: Path, *more: str, pef: int = 4, seed: int = 0) -> Trainer:
         tiny_folder(path, seed)
     settings = config(folder, *more)
     open_run(settings)
-    model, tokenizer, task = load_model(path), load_tokenizer(path), WordTask()
-    questions = tokenize(task, tokenizer, 50)
+    policy = Policy(load_model(path), load_tokenizer(path), path)
+    data = tokenize(WordTask(), policy.tokenizer, settings)
+    questions = data.questions
     asked = [Request(q.prompt.index, q.tokens, range(2)) for q in questions[:pef]]
-    stored = sample(model, asked, Settings((9, 9, 9), tokenizer.end_ids, 8))
+    stored = sample(policy.model, asked, Settings((9, 9, 9), policy.tokenizer.end_ids, 8))
     partition = Partition(list(range(pef)), list(range(pef, len(questions))), stored)
     own = settings.loss.samples == "own"
     reference = load_model(path) if own else None
     uses = settings.loss.divergence != "none" and not own
-    return Trainer(settings, model, tokenizer, task, questions, partition if uses else None, [], reference)
+    return Trainer(settings, policy, data, partition if uses else None, reference)
 
 
 def weights(made: Trainer) -> torch.Tensor:
