@@ -8,8 +8,8 @@ bounds is a UserError that names the key, the value and what would be right.
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +19,9 @@ from typing import Any
 from dph.errors import UserError
 
 
-def key(
-    default: Any, meaning: str, choices: Sequence[str] = (), low: float | None = None, high: float | None = None
-) -> Any:
-    """A dataclass field with its meaning (for --help) and its bounds (low <= value <= high)."""
-    metadata = {"meaning": meaning, "choices": tuple(choices), "low": low, "high": high}
+def key(default: Any, meaning: str, *choices: str, low: float = -math.inf, high: float = math.inf) -> Any:
+    """A dataclass field with its meaning (for --help), its choices and its bounds (low <= value <= high)."""
+    metadata = {"meaning": meaning, "choices": choices, "low": low, "high": high}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -36,8 +34,8 @@ class RunConfig:
     name: str = key("run", "name of the run; its folder is FOLDER/NAME")
     folder: str = key("runs", "folder of all runs")
     seed: int = key(0, "seed of data order, sampling and generated worlds", low=0)
-    device: str = key("auto", "auto takes cuda where there is one", choices=("auto", "cpu", "cuda"))
-    dtype: str = key("fp32", "bf16: autocast over fp32 weights", choices=("fp32", "bf16"))
+    device: str = key("auto", "auto takes cuda where there is one", "auto", "cpu", "cuda")
+    dtype: str = key("fp32", "bf16: autocast over fp32 weights", "fp32", "bf16")
     threads: int = key(0, "CPU threads; 0 leaves PyTorch's own choice", low=0)
     tensorboard: bool = key(False, "also write TensorBoard events (needs tensorboard installed)")
 
@@ -60,7 +58,7 @@ class DataConfig:
     fields: dict[str, str] = key({}, "column names of other files: {prompt = ..., answer = ...}")
     strict: bool = key(True, "math: only a box or #### counts as an answer")
     db_root: str = key("", "sql: folder of the databases")
-    sql_match: str = key("bird", "sql: bird compares sets of rows, spider bags", choices=("bird", "spider"))
+    sql_match: str = key("bird", "sql: bird compares sets of rows, spider bags", "bird", "spider")
     grader_timeout: float = key(3.0, "seconds one answer may take to grade", low=0.01)
     grader_workers: int = key(1, "processes that grade", low=1)
     max_prompt_tokens: int = key(1024, "longer prompts are left out, and counted", low=1)
@@ -92,20 +90,16 @@ class LossConfig:
     """[loss] the objective: L_exp (E4) and eta times one divergence, from the reference's samples or our own."""
 
     divergence: str = key("none", "name of a generator of dph/divergences.py, or none")
-    samples: str = key(
-        "reference", "reference: rehearsal on D_pef (E5); own: penalty on rollouts (E2)", choices=("reference", "own")
-    )
+    samples: str = key("reference", "of pi_ref: rehearsal (E5); our own: penalty (E2)", "reference", "own")
     eta: float = key(0.0, "weight of the divergence (E6)", low=0.0)
     alpha: float = key(0.5, "order of the alpha divergence", low=0.0, high=1.0)
     skew: float = key(0.5, "lambda of skew_js", low=0.0, high=1.0)
-    divergence_form: str = key(
-        "standard", "plain: forward_kl as -log u, supervised rehearsal", choices=("standard", "plain")
-    )
-    penalty_estimator: str = key("k3", "with own samples", choices=("k3", "k3_importance", "exact"))
+    divergence_form: str = key("standard", "plain: forward_kl as -log u, supervised", "standard", "plain")
+    penalty_estimator: str = key("k3", "with own samples", "k3", "k3_importance", "exact")
     clip_low: float = key(0.2, "epsilon_low of the clipped ratio", low=0.0, high=1.0)
     clip_high: float = key(0.28, "epsilon_high", low=0.0)
     dual_clip: float = key(0.0, "c > 1 bounds the loss of negative advantages; 0 is off", low=0.0)
-    aggregation: str = key("token-mean", "E4", choices=("token-mean", "sequence-mean", "sequence-sum"))
+    aggregation: str = key("token-mean", "E4", "token-mean", "sequence-mean", "sequence-sum")
     aggregation_length: int = key(0, "L of sequence-sum; 0 takes sampling.max_new_tokens", low=0)
     advantage_std: bool = key(True, "divide by the group's standard deviation; false is Dr. GRPO")
 
@@ -246,24 +240,15 @@ def _value(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if type(value) is not hint:
-        raise UserError(f"{name} = {value!r} should be {_TYPES[hint]}")
+        kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+        raise UserError(f"{name} = {value!r} should be {kinds[hint]}")
     if limits["choices"] and value not in limits["choices"]:
         raise UserError(f"{name} = {value!r} should be one of {', '.join(limits['choices'])}")
     low, high = limits["low"], limits["high"]
-    if isinstance(value, int | float) and not (
-        (low is None or value >= low) and (high is None or value <= high) and abs(value) < float("inf")
-    ):
-        raise UserError(f"{name} = {value!r} should be {_bounds(low, high)}")
+    if isinstance(value, int | float) and not (low <= value <= high and math.isfinite(value)):
+        bounds = f"from {low:g} to {high:g}" if math.isfinite(high) else f"at least {low:g}"
+        raise UserError(f"{name} = {value!r} should be {bounds}")
     return value
-
-
-_TYPES = types.MappingProxyType({int: "a whole number", float: "a number", bool: "true or false", str: "a text"})
-
-
-def _bounds(low: float | None, high: float | None) -> str:
-    if low is None or high is None:
-        return "finite" if low is None else f"at least {low:g}"
-    return f"from {low:g} to {high:g}"
 
 
 def _nearest(name: str, known: typing.Iterable[str]) -> str:

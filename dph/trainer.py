@@ -14,8 +14,8 @@ The order of prompts and of rehearsal answers is a function of (seed, position) 
 import json
 import signal
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -41,8 +41,6 @@ from dph.tasks import Prompt
 PROMPTS, REHEARSAL = 1, 2  # numbers of the two random orders
 SAMPLER_GAP = 1e-4  # largest difference in log-probability at which the sampler's own replace a second scoring
 SKIPS = 5  # so many updates in a row without a finite gradient end the run
-
-RowLoss = Callable[[list[int], Batch, Tensor, Tensor], Tensor]
 
 
 class Trainer:
@@ -125,7 +123,7 @@ class Trainer:
 
     def _sample(self, questions: Sequence[Question]) -> list[Answer]:
         """G judged answers to each question, question-major."""
-        size, seen, samples = self.config.train.responses_per_prompt, defaultdict[int, int](int), []
+        size, seen, samples = self.config.train.responses_per_prompt, Counter[int](), []
         for question in questions:  # a question drawn twice is two groups of different answers
             first = seen[question.prompt.index]
             samples.append(range(first, first + size))
@@ -133,95 +131,74 @@ class Trainer:
         settings = sampling_settings(self.config, self.policy.tokenizer, TRAIN, self.state["step"])
         stream = answer(self.actor.refresh(), self.policy.tokenizer, self.task, questions, samples, settings)
         found = {(a.rollout.prompt, a.rollout.sample): a for a in stream}
-        return [
-            found[q.prompt.index, number] for q, numbers in zip(questions, samples, strict=True) for number in numbers
-        ]
+        return [found[q.prompt.index, n] for q, numbers in zip(questions, samples, strict=True) for n in numbers]
 
     def _score(self, rollouts: list[Rollout], meter: "_Meter") -> None:
         """pi_old's log-probabilities, unless the sampler's own serve, and pi_ref's, where a penalty needs them."""
-        temperature, budget = self.config.sampling.temperature, self.config.train.microbatch_tokens
+        how = (self.config.sampling.temperature, self.config.train.microbatch_tokens)
         with autocast(self.model, self.config.run.dtype):
-            if not self.trust_sampler:
-                scores = score(self.model, rollouts, temperature, budget)
-                pairs = [zip(r.logprobs, s, strict=True) for r, s in zip(rollouts, scores, strict=True)]
-                gap = max((abs(a - b) for pair in pairs for a, b in pair), default=0.0)
-                meter.add("sampler_gap", gap, 1)
-                if self.trust_sampler is None:
-                    self.trust_sampler = gap < SAMPLER_GAP
-                if not self.trust_sampler:
-                    for rollout, logprobs in zip(rollouts, scores, strict=True):
-                        rollout.logprobs = logprobs
-            if self.reference is not None:
-                scores = score(self.reference, rollouts, temperature, budget)
-                for rollout, logprobs in zip(rollouts, scores, strict=True):
-                    rollout.ref_logprobs = logprobs
+            old = [] if self.trust_sampler else score(self.model, rollouts, *how)
+            ref = score(self.reference, rollouts, *how) if self.reference is not None else []
+        if old:
+            gap = max(
+                abs(a - b) for r, row in zip(rollouts, old, strict=True) for a, b in zip(r.logprobs, row, strict=True)
+            )
+            meter.add("sampler_gap", gap, 1)
+            self.trust_sampler = gap < SAMPLER_GAP if self.trust_sampler is None else self.trust_sampler
+        for rollout, row in zip(rollouts, () if self.trust_sampler else old, strict=False):
+            rollout.logprobs = row
+        for rollout, row in zip(rollouts, ref, strict=False):
+            rollout.ref_logprobs = row
 
     def _update(self, rollouts: list[Rollout], advantages: Tensor, rehearsal: list[Rollout], meter: "_Meter") -> None:
         """One optimizer step on L_exp + eta L_pef (E6), or with the penalty on own samples in L_pef's place."""
-        advantages = advantages.to(self.device)
-        loss = self.config.loss
-        every = range(len(rollouts))
-        rows = [i for i in every if self.reference is not None or advantages[i] != 0]
-
-        def explore(index: list[int], batch: Batch, logprobs: Tensor, entropy: Tensor) -> Tensor:
-            return self._exploration(advantages[index], batch, logprobs, entropy, meter)
-
-        trained = self._backward(rollouts, rows, explore)
-        trained += self._backward(
-            rehearsal, range(len(rehearsal)), lambda i, b, x, h: loss.eta * self._rehearsal(b, x, meter)
-        )
+        trained = self._backward(rollouts, advantages.to(self.device), meter)
+        trained += self._backward(rehearsal, None, meter)
         meter.add("trained_tokens", trained, 0)
         if trained:
             self._optimize(meter)
 
-    def _backward(self, rollouts: list[Rollout], rows: Sequence[int], row_loss: RowLoss) -> int:
-        """Gradients of one batch, summed over micro-batches of `rows`; denominators count all rollouts."""
-        loss = self.config.loss
+    def _backward(self, rollouts: list[Rollout], advantages: Tensor | None, meter: "_Meter") -> int:
+        """Adds the gradient of one batch, in micro-batches: exploration with advantages (B,), rehearsal with None.
+
+        Returns: the tokens of the rows that have a gradient; the denominators count all rows.
+        """
+        loss, sampling = self.config.loss, self.config.sampling
         lengths = torch.tensor([len(r.tokens) for r in rollouts])
-        total = losses.denominator(
-            lengths, loss.aggregation, loss.aggregation_length or self.config.sampling.max_new_tokens
-        )
+        total = losses.denominator(lengths, loss.aggregation, loss.aggregation_length or sampling.max_new_tokens)
+        every = advantages is None or self.reference is not None
+        rows = [i for i in range(len(rollouts)) if every or (advantages is not None and advantages[i] != 0)]
         for group in microbatches([rollouts[i] for i in rows], self.config.train.microbatch_tokens):
             index = [rows[i] for i in group]
             batch = collate([rollouts[i] for i in index], self.device)
             with autocast(self.model, self.config.run.dtype):
-                logprobs, entropy = token_logprobs(self.model, batch, self.config.sampling.temperature)
-            values = row_loss(index, batch, logprobs, entropy)  # (B, T)
+                logprobs, entropy = token_logprobs(self.model, batch, sampling.temperature)
+            if advantages is None:
+                values = loss.eta * self._rehearsal(batch, logprobs, meter)
+            else:
+                values = self._exploration(advantages[index], batch, logprobs, meter)
+                meter.add_tokens(batch.mask, entropy=entropy)
             torch.autograd.backward(losses.aggregate(values, batch.mask, loss.aggregation, total))
         return sum(len(rollouts[i]) for i in rows)
 
-    def _exploration(
-        self, advantages: Tensor, batch: Batch, logprobs: Tensor, entropy: Tensor, meter: "_Meter"
-    ) -> Tensor:
+    def _exploration(self, advantages: Tensor, batch: Batch, logprobs: Tensor, meter: "_Meter") -> Tensor:
         """Per-token values of E4, and of the penalty of E2 where there is one, (B, T)."""
-        loss, mask, old = self.config.loss, batch.mask, batch.logprobs
+        loss, mask, old, ref = self.config.loss, batch.mask, batch.logprobs, batch.ref_logprobs
         values = losses.clipped_loss(logprobs, old, advantages, mask, loss.clip_low, loss.clip_high, loss.dual_clip)
-        tokens = int(mask.sum())
-        with torch.no_grad():
-            below, above = losses.clipped_fractions(logprobs, old, advantages, mask, loss.clip_low, loss.clip_high)
-            meter.add("loss_exp", values.sum(), tokens)
-            meter.add("clip_low_fraction", below.sum(), tokens)
-            meter.add("clip_high_fraction", above.sum(), tokens)
-            meter.add("entropy", entropy.sum(), tokens)
-        if self.reference is None or self.divergence is None:
-            return values
-        ref = batch.ref_logprobs
-        with torch.no_grad():
-            meter.add("divergence", losses.own_sample_divergence(logprobs, ref, mask, self.divergence).sum(), tokens)
-        return values + loss.eta * losses.penalty_loss(
-            logprobs, old, ref, mask, self.divergence, loss.penalty_estimator
-        )
+        low, high = losses.clipped_fractions(logprobs, old, advantages, mask, loss.clip_low, loss.clip_high)
+        meter.add_tokens(mask, loss_exp=values, clip_low_fraction=low, clip_high_fraction=high)
+        if self.reference is not None and self.divergence is not None:
+            meter.add_tokens(mask, divergence=losses.own_sample_divergence(logprobs, ref, mask, self.divergence))
+            penalty = losses.penalty_loss(logprobs, old, ref, mask, self.divergence, loss.penalty_estimator)
+            values = values + loss.eta * penalty
+        return values
 
     def _rehearsal(self, batch: Batch, logprobs: Tensor, meter: "_Meter") -> Tensor:
         """Per-token values of E5 on stored answers, (B, T)."""
         assert self.divergence is not None, "rehearsal without a divergence"
         values = losses.rehearsal_loss(logprobs, batch.logprobs, batch.mask, self.divergence)
-        tokens = int(batch.mask.sum())
-        with torch.no_grad():
-            meter.add("divergence", values.sum(), tokens)
-            outside = self.divergence.saturated(logprobs - batch.logprobs) & batch.mask
-            meter.add("saturated_fraction", outside.sum(), tokens)
-            meter.add("rehearsal_tokens", tokens, 0)
+        outside = self.divergence.saturated(logprobs - batch.logprobs)
+        meter.add_tokens(batch.mask, divergence=values, saturated_fraction=outside)
         return values
 
     def _optimize(self, meter: "_Meter") -> None:
@@ -297,6 +274,11 @@ class _Meter:
     def __init__(self) -> None:
         self.totals: dict[str, Any] = defaultdict(float)
         self.counts: dict[str, float] = defaultdict(float)
+
+    def add_tokens(self, mask: Tensor, **values: Tensor) -> None:
+        """Adds per-token values (B, T) to means over the tokens of mask (B, T)."""
+        for name, value in values.items():
+            self.add(name, torch.where(mask, value.detach(), 0).sum(), int(mask.sum()))
 
     def add(self, name: str, total: Tensor | float, count: float) -> None:
         """Adds to a mean; a count of 0 makes it a plain sum."""
