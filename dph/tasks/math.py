@@ -142,7 +142,7 @@ def _gold(row: Row, field: str, value: Any) -> str:
         text = boxed
     elif field == "solution":
         raise row.error("solution holds no \\boxed answer, and there is no field answer")
-    if not text.strip():
+    if not plain(text):  # nothing, as would be an answer of nothing
         raise row.error(f"{field} = {value!r} holds no answer")
     return row.unicode(field, text.strip())
 
