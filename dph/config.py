@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dph.divergences import make_divergence
 from dph.errors import UserError
 
 
@@ -280,6 +281,8 @@ def _check(config: Config) -> None:
     for holds, message in rules:
         if not holds:
             raise UserError(message)
+    if loss.divergence != "none":
+        make_divergence(loss.divergence)  # an unknown name is an error at once, not after pre-sampling
 
 
 def to_toml(config: Config) -> str:

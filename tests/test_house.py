@@ -6,7 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"errors"},
-    {"config", "tokenizer", "divergences", "model"},
+    {"tokenizer", "divergences", "model"},
+    {"config"},
     {"tasks", "losses", "rollouts", "checkpoint"},
     {"sampler"},
     {"answering"},

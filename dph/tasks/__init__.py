@@ -41,6 +41,7 @@ def load_task(source: str, data: "DataConfig", seed: int, folder: Path) -> Task:
     limit = whole_number(source, options, "limit", 0, 1, 10**9)
     options.pop("limit", None)
     task: Task = getattr(importlib.import_module(module), name)(parsed.where, options, data, seed, folder)
+    task.name = source
     if limit:
         task.limit(limit)
     task.check()

@@ -1,0 +1,192 @@
+"""The three commands: a mistake is one line and exit code 2, nothing half-written; a whole run works from files."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import evaluate
+import presample
+import train
+from dph.cli import run_command
+from tests.helpers import tiny_folder
+
+COMMANDS = {"train": train, "presample": presample, "evaluate": evaluate}
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs a command in this process: exit code, standard output, standard error."""
+
+    def run(command: str, *arguments: object) -> tuple[int, str, str]:
+        module = COMMANDS[command]
+        monkeypatch.setattr(sys, "argv", [f"{command}.py", *map(str, arguments)])
+        extend = getattr(module, "_arguments", lambda parser: None)
+        code = 0
+        try:
+            run_command(module.main, str(module.__doc__), extend)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A config of the arithmetic task on a tiny random model, whose every key is small."""
+    model = tiny_folder(tmp_path / "model")
+    path = tmp_path / "small.toml"
+    path.write_text(
+        f"""
+[run]
+name = "small"
+folder = "{tmp_path / "runs"}"
+[model]
+path = "{model}"
+[data]
+train = "miniature:train?count=6"
+eval = ["miniature:test?count=3"]
+[sampling]
+max_new_tokens = 5
+[presample]
+responses = 2
+threshold = 1
+[train]
+steps = 2
+prompts_per_step = 2
+responses_per_prompt = 2
+rehearsal_rows = 2
+eval_every = 2
+save_every = 1
+[eval]
+samples = 2
+k = [1, 2]
+during_samples = 2
+during_prompts = 2
+[loss]
+divergence = "js"
+eta = 0.1
+"""
+    )
+    return path
+
+
+def test_a_whole_run_leaves_what_is_promised(call: Call, config: Path, tmp_path: Path) -> None:
+    code, out, _ = call("train", config)
+    assert code == 0
+    assert "pass@2" in out
+    run = tmp_path / "runs" / "small"
+    for name in (
+        "config.toml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "metrics.png",
+        "pass_at_k.png",
+        "presample/partition.jsonl",
+    ):
+        assert (run / name).stat().st_size > 0, name
+    assert {p.name for p in (run / "presample").iterdir()} == {
+        "partition.jsonl",
+        "rehearsal.safetensors",
+        "report.json",
+    }
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-1", "step-2"]
+    assert {
+        "model.safetensors",
+        "config.json",
+        "tokenizer.model",
+        "generation_config.json",
+        "trainer.safetensors",
+        "state.json",
+    } <= {p.name for p in (run / "checkpoints" / "step-2").iterdir()}
+    assert sorted(p.name for p in (run / "evaluation").iterdir()) == ["base.json", "small.json"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert list(rows[1]["eval"]) == ["miniature:test?count=3"]
+    assert call("train", config)[0] == 0, "the same command again has nothing left to do"
+    code, out, _ = call("evaluate", config, run / "checkpoints/step-1", run / "checkpoints/step-2", "--eval.samples=4")
+    assert code == 0
+    assert "step-1" in out
+    assert "step-2" in out
+
+
+def test_presample_alone_prints_its_report(call: Call, config: Path) -> None:
+    code, out, _ = call("presample", config)
+    assert code == 0
+    assert "rehearsal_answers" in out
+
+
+def test_both_sets_empty_is_said_before_a_model_is_trained(call: Call, config: Path, tmp_path: Path) -> None:
+    code, _, err = call("train", config, "--presample.drop_unsolved=true")
+    assert code == 2
+    assert last_line(err).startswith("error: ")
+    assert "D_pef and D_exp are both empty" in last_line(err)
+    assert not (tmp_path / "runs/small/checkpoints").exists()
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optim.lr=abc"], "optim.lr = 'abc' should be a number"),
+        (["--optim.learning_rate=1"], "unknown key optim.learning_rate"),
+        (["--model.path=/no/such/model"], "model.path = '/no/such/model': no such folder"),
+        (["--loss.divergence=kl"], "loss.divergence = 'kl' should be none or one of"),
+        (["--data.train=math:missing.jsonl"], "missing.jsonl: no such file"),
+        (["--data.train=poetry:x"], "unknown task 'poetry'"),
+        (["--data.max_prompt_tokens=1"], "no prompt of at most data.max_prompt_tokens = 1"),
+        (["--run.device=cuda"], "run.device = 'cuda'"),
+        (["stray"], "'stray' should read --section.key=value"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    call: Call, config: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    if arguments == ["--run.device=cuda"] and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    code, _, err = call("train", config, *arguments)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert message in err
+    assert not list((tmp_path / "runs").rglob("checkpoints"))
+    assert not list((tmp_path / "runs").rglob("presample"))
+
+
+def test_a_truncated_row_is_named_by_file_and_line(call: Call, config: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "1 + ')
+    code, _, err = call("train", config, f"--data.train=math:{data}")
+    assert code == 2
+    assert f"{data}, line 2: is not JSON" in err
+    assert not (tmp_path / "runs" / "small").exists()
+
+
+def test_another_run_in_the_folder_is_refused_by_its_keys(call: Call, config: Path) -> None:
+    assert call("train", config)[0] == 0
+    code, _, err = call("train", config, "--loss.eta=0.2")
+    assert code == 2
+    assert "holds another run (loss.eta = 0.1 there, 0.2 here)" in err
+
+
+def test_debug_shows_the_traceback(call: Call, config: Path) -> None:
+    assert "Traceback" in call("train", config, "--model.path=/no/such/model", "--debug")[2]
+
+
+def test_evaluating_nothing_or_twice_the_same_is_said(call: Call, config: Path, tmp_path: Path) -> None:
+    assert "names no evaluation set" in call("evaluate", config, "--data.eval=[]")[2]
+    model = tmp_path / "model"
+    assert "the same model is named twice" in call("evaluate", config, model, model)[2]
+
+
+def test_help_shows_every_key_with_its_default(call: Call) -> None:
+    code, out, _ = call("train", "--help")
+    assert code == 0
+    assert "--loss.eta=0.0" in out
