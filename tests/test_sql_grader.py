@@ -220,13 +220,14 @@ def test_results_are_bounded_in_rows_and_bytes(database):
     many = "SELECT 1 FROM player" + "".join(f", player p{i}" for i in range(7))
     assert "rows" in str(execute(database, many).error)
     wide = "SELECT hex(zeroblob(400000)) FROM player a, player b, player c"
+    assert execute(database, "SELECT hex(zeroblob(400000))").size > 800_000
     assert "bytes" in str(execute(database, wide).error)
     assert execute(database, "SELECT hex(zeroblob(600000))").error == "string or blob too big"
 
 
 def test_the_cache_forgets_nothing_it_holds_and_sees_a_file_that_changed(tmp_path):
     database = make_database(tmp_path / "t.sqlite")
-    cache = ResultCache(cells=1000)
+    cache = ResultCache(limit=11_000)
     queries = [f"SELECT {n}" for n in range(30)]
     for query in queries * 2:
         assert cache.execute(database, query) == cache.execute(database, query)

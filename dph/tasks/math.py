@@ -57,25 +57,18 @@ class MathTask(Task):
 
     def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
         """Grades a batch; only what neither texts nor numbers decide goes to the workers, and once each."""
-        answers = [self._answer(prompt, text) for prompt, text in pairs]
-        graded: dict[tuple[str, str], Outcome] = {}
-        open_jobs = []
-        for job in dict.fromkeys(
-            (prompt.gold, answer) for (prompt, _), answer in zip(pairs, answers, strict=True) if answer
-        ):
-            known = quick(*job)
+        jobs = [(prompt.gold, self._answer(prompt, text)) for prompt, text in pairs]
+        outcomes: dict[tuple[str, str | None], Outcome] = {}
+        undecided = []
+        for gold, answer in dict.fromkeys(jobs):
+            known = False if answer is None else quick(gold, answer)
             if known is None:
-                open_jobs.append(job)
+                undecided.append((gold, answer))
             else:
-                graded[job] = "right" if known else "wrong"
-        for job, verdict in zip(open_jobs, self.pool.run(open_jobs), strict=True):
-            graded[job] = verdict.value if verdict.outcome == "ok" else verdict.outcome
-        return self.counted(
-            [
-                Reward.of(graded[prompt.gold, answer], answer) if answer else Reward.of("no_answer")
-                for (prompt, _), answer in zip(pairs, answers, strict=True)
-            ]
-        )
+                outcomes[gold, answer] = "no_answer" if answer is None else "right" if known else "wrong"
+        for job, verdict in zip(undecided, self.pool.run(undecided), strict=True):
+            outcomes[job] = verdict.value if verdict.outcome == "ok" else verdict.outcome
+        return self.counted([Reward.of(outcomes[job], job[1]) for job in jobs])
 
     def _answer(self, prompt: Prompt, text: str) -> str | None:
         answer, unit = extract(text, self.strict), prompt.meta.get("unit")
@@ -119,9 +112,8 @@ def _read(row: Row, data: "DataConfig") -> tuple[tuple[dict[str, str], ...], str
             raise row.error(f"final_answer = {answers!r} should be a list of texts")
         joined = ", ".join(answers)
         return chat(context + row.text(field), data.system, data.instruction), _gold(row, "final_answer", joined)
-    answer = (
-        "solution" if "answer" not in row.values and "solution" in row.values else "answer"
-    )  # Minerva has no answer
+    # Minerva and the original MATH have no answer of its own.
+    answer = "solution" if "answer" not in row.values and "solution" in row.values else "answer"
     return _messages(row, field, data), _gold(row, answer, row.values.get(answer))
 
 
@@ -205,7 +197,7 @@ _DECIMAL = re.compile(
     r"([-+]?(?:\d+\.?\d*|\.\d+))(?:(?:[eE]|\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^)\s*\{?([-+]?\d{1,3})\}?)?"
 )
 _POWER = re.compile(r"(?<=\d)[eE]([-+]?\d{1,3})(?![\w.])")
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
+_REPEATING = re.compile(r"(\d{0,99})\.(\d{0,99})\\overline\{(\d{1,99})\}")
 _FRAC = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))")
 _FRACTION = re.compile(r"([-+]?)\s*(?:(\d+)\s+)?(-?\d+)\s*/\s*(\d+)")
 _WORD = re.compile(r"(.*?\d)(?:\s|\\ |\\,|~)*([A-Za-z]{3,})")

@@ -68,19 +68,11 @@ class SQLTask(Task):
 
     def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
         """Grades a batch; the same query to the same prompt is run once."""
-        queries = [extract(text, self.data.strict) for _, text in pairs]
-        jobs = {
-            (prompt.index, query): self._job(prompt, query)
-            for (prompt, _), query in zip(pairs, queries, strict=True)
-            if query is not None
-        }
-        verdicts = dict(zip(jobs, self.pool.run(list(jobs.values())), strict=True))
-        return self.counted(
-            [
-                Reward.of("no_answer") if query is None else _reward(verdicts[prompt.index, query], query)
-                for (prompt, _), query in zip(pairs, queries, strict=True)
-            ]
-        )
+        asked = [(prompt, extract(text, self.data.strict)) for prompt, text in pairs]
+        jobs = {(prompt.index, query): self._job(prompt, query) for prompt, query in asked if query is not None}
+        verdicts: dict[tuple[int, str | None], Verdict] = {}
+        verdicts.update(zip(jobs, self.pool.run(list(jobs.values())), strict=True))
+        return self.counted([_reward(verdicts.get((prompt.index, query)), query) for prompt, query in asked])
 
     def nondeterministic(self) -> list[Prompt]:
         """The prompts whose gold result SQLite may give otherwise another day: ties under LIMIT, orders left open."""
@@ -100,7 +92,9 @@ class SQLTask(Task):
         return {**prompt.gold, "gold": prompt.gold["query"], "query": query, "seconds": self.data.grader_timeout}
 
 
-def _reward(verdict: Verdict, query: str) -> Reward:
+def _reward(verdict: Verdict | None, query: str | None) -> Reward:
+    if verdict is None:
+        return Reward.of("no_answer")
     return Reward.of(verdict.value["outcome"] if verdict.outcome == "ok" else verdict.outcome, query)
 
 
@@ -150,7 +144,7 @@ def judge(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(index: int, row: Row, data: "DataConfig", schemas: dict[str, str]) -> Prompt:
-    if "reward_model" in row.values:
+    if "reward_model" in row.values and not data.fields:
         truth = ground_truth(row)
         if not isinstance(truth, dict):
             raise row.error(f"reward_model.ground_truth = {truth!r} should be {{db_id, gold_sql, cmp_method}}")

@@ -17,6 +17,7 @@ within TOLERANCE, relative or absolute.
 
 import itertools
 import math
+import os
 import re
 import sqlite3
 import time
@@ -32,9 +33,10 @@ Rows = list[tuple[Any, ...]]
 TOLERANCE = 1e-9
 MAX_ROWS = 100_000
 MAX_VALUE = 1_000_000  # bytes of one text or blob, and of a query
-MAX_RESULT = 64 << 20  # bytes of all texts and blobs of one result
+MAX_RESULT = 64 << 20  # bytes of one result, all in all
 MAX_HEAP = 512 << 20  # bytes that SQLite may hold in this process
-CACHE_CELLS = 1_000_000  # values held by the cache of results
+MAX_CACHE = 256 << 20  # bytes of the results that a cache holds
+VALUE, ROW = 32, 64  # bytes that a value and a row count for, beside the length of texts and blobs
 
 _READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
 _HARMLESS_PRAGMAS = {"table_info", "table_xinfo", "table_list", "foreign_key_list", "index_list", "index_info"}
@@ -49,6 +51,7 @@ class Result:
     error: str | None = None
     timeout: bool = False
     seconds: float = 0.0
+    size: int = 0  # bytes, about
 
 
 def execute(database: str | Path, query: str, seconds: float = 3.0, reverse: bool = False) -> Result:
@@ -60,29 +63,29 @@ def execute(database: str | Path, query: str, seconds: float = 3.0, reverse: boo
         seconds: its time limit.
         reverse: read tables backwards, as SQLite may: an undefined order then shows (see `nondeterministic`).
     """
-    if not Path(database).is_file():
+    if not os.path.isfile(database):
         raise FileNotFoundError(f"{database}: no such database")
     start = time.perf_counter()
     try:
         try:
-            rows = _run(database, query, start + seconds, reverse, str)
+            rows, size = _run(database, query, start + seconds, reverse, str)
         except sqlite3.OperationalError as error:
             if "Could not decode to UTF-8" not in str(error):
                 raise
-            rows = _run(database, query, start + seconds, reverse, _lossless)
+            rows, size = _run(database, query, start + seconds, reverse, _lossless)
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
         timeout = isinstance(error, sqlite3.OperationalError) and str(error) == "interrupted"
         message = f"over {seconds:g} s" if timeout else str(error) or type(error).__name__
         return Result([], message, timeout, time.perf_counter() - start)
-    return Result(rows, seconds=time.perf_counter() - start)
+    return Result(rows, None, False, time.perf_counter() - start, size)
 
 
-def _run(database: str | Path, query: str, deadline: float, reverse: bool, text: Any) -> Rows:
-    uri = f"file:{quote(str(Path(database).absolute()))}?mode=ro&immutable=1"
+def _run(database: str | Path, query: str, deadline: float, reverse: bool, text: Any) -> tuple[Rows, int]:
+    _bound_heap()
+    uri = f"file:{quote(os.path.abspath(database))}?mode=ro&immutable=1"
     connection = sqlite3.connect(uri, uri=True, isolation_level=None)
     try:
         connection.execute("PRAGMA temp_store = MEMORY")  # no file is written, and MAX_HEAP bounds sorting too
-        connection.execute(f"PRAGMA hard_heap_limit = {MAX_HEAP}")
         if reverse:
             connection.execute("PRAGMA reverse_unordered_selects = 1")
         if "json_" in query.lower():  # these two read JSON as tables; once known they need no leave of the authorizer
@@ -97,6 +100,14 @@ def _run(database: str | Path, query: str, deadline: float, reverse: bool, text:
         connection.close()
 
 
+@lru_cache(maxsize=1)
+def _bound_heap() -> None:
+    """Limits the memory of all of SQLite in this process."""
+    connection = sqlite3.connect(":memory:")
+    connection.execute(f"PRAGMA hard_heap_limit = {MAX_HEAP}")
+    connection.close()
+
+
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
     allowed = (
         action in _READING
@@ -106,19 +117,19 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
     return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
 
-def _fetch(cursor: sqlite3.Cursor) -> Rows:
+def _fetch(cursor: sqlite3.Cursor) -> tuple[Rows, int]:
     if cursor.description is None:  # no statement at all, or one that gives no rows
         raise ValueError("not a query")
     rows: Rows = []
     size = 0
     for row in cursor:
         rows.append(row)
-        size += sum(len(value) for value in row if isinstance(value, str | bytes))
+        size += ROW + VALUE * len(row) + sum(len(value) for value in row if isinstance(value, str | bytes))
         if len(rows) > MAX_ROWS:
             raise ValueError(f"over {MAX_ROWS} rows")
         if size > MAX_RESULT:
             raise ValueError(f"over {MAX_RESULT} bytes")
-    return rows
+    return rows, size
 
 
 def _lossless(data: bytes) -> str:
@@ -127,16 +138,20 @@ def _lossless(data: bytes) -> str:
 
 
 class ResultCache:
-    """Results of `execute` by (database, its time stamp, query), least recently used ones dropped first."""
+    """Results of `execute` by (database, its time stamp, query), least recently used ones dropped first.
 
-    def __init__(self, cells: int = CACHE_CELLS) -> None:
-        self.free = cells
+    Args:
+        limit: bytes of results that it holds.
+    """
+
+    def __init__(self, limit: int = MAX_CACHE) -> None:
+        self.free = limit
         self.results: OrderedDict[tuple[str, int, str], Result] = OrderedDict()
 
     def execute(self, database: str | Path, query: str, seconds: float = 3.0) -> Result:
         """As the function `execute`; a result over the time limit is not kept."""
         try:
-            stamp = Path(database).stat().st_mtime_ns
+            stamp = os.stat(database).st_mtime_ns
         except FileNotFoundError:
             raise FileNotFoundError(f"{database}: no such database") from None
         key = (str(database), stamp, query)
@@ -146,14 +161,14 @@ class ResultCache:
         result = execute(database, query, seconds)
         if not result.timeout:
             self.results[key] = result
-            self.free -= self._cells(result)
+            self.free -= self._size(key, result)
             while self.free < 0:
-                self.free += self._cells(self.results.popitem(last=False)[1])
+                self.free += self._size(*self.results.popitem(last=False))
         return result
 
     @staticmethod
-    def _cells(result: Result) -> int:
-        return 100 + len(result.rows) * len(result.rows[0]) if result.rows else 100
+    def _size(key: tuple[str, int, str], result: Result) -> int:
+        return 1000 + len(key[2]) + result.size
 
 
 def same_result(gold: Rows, rows: Rows, match: str, ordered: bool = False) -> bool:

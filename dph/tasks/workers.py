@@ -109,14 +109,13 @@ class GraderPool:
         """The workers that have something to say, after waiting for one no longer than the clock allows."""
         busy = [worker for worker in self._running if worker.pending]
         # Halfway to a limit a spare worker starts, so that the one to be killed is replaced without a wait.
-        if any(worker.left(self.limit) < self.limit / 2 for worker in busy) and len(self._running) == len(busy):
+        if len(self._running) == len(busy) and any(worker.left(self.limit) <= self.limit / 2 for worker in busy):
             self._start()
+        half = self.limit / 2 if len(self._running) == len(busy) else 0.0
+        patience = min((worker.left(self.limit) - half * worker.ready for worker in busy), default=0.0)
         with selectors.DefaultSelector() as selector:
             for worker in self._running:
                 selector.register(worker.output, selectors.EVENT_READ, worker)
-            patience = min((worker.left(self.limit) for worker in busy), default=0.0)
-            if len(self._running) == len(busy):
-                patience -= self.limit / 2
             return [key.data for key, _ in selector.select(max(0.0, patience))]
 
 
