@@ -157,11 +157,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass
 class KVCache:
-    """Keys and values of rows that all write at the same column. The owner may re-index rows and shift columns."""
+    """Keys and values of rows that all write at one column. The owner may re-index rows and shift columns."""
 
     keys: Tensor  # (layers, rows, kv_heads, columns, head_dim)
     values: Tensor  # (layers, rows, kv_heads, columns, head_dim)
-    starts: Tensor  # (rows,) int64: first valid column of each row
+    starts: Tensor  # (rows,) int64: first valid column of each row; what lies before is masked, but must be finite
     column: int = 0  # the next column to write
     first: int = 0  # a lower bound of starts, the tighter the faster; a Python int, so that no step waits for the GPU
 

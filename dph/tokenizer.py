@@ -65,9 +65,7 @@ class Tokenizer:
             found += ends if isinstance(ends, list) else [ends]
         end_ids = {end for end in found if end is not None}
         if not end_ids or not all(isinstance(end, int) for end in end_ids):
-            raise UserError(
-                f"{self.folder}: end tokens are {found}; eos_token_id in generation_config.json must name some"
-            )
+            raise UserError(f"{self.folder}: end tokens are {found}; give eos_token_id in generation_config.json")
         return tuple(sorted(end_ids))
 
     def encode(self, text: str) -> list[int]:
@@ -91,9 +89,8 @@ class Tokenizer:
             begin = [self.bos_id] if self.bos_id is not None and self.adds_bos else []
             return begin + self.encode("\n\n".join(message["content"] for message in messages))
         try:
-            text = self._template.render(
-                messages=[dict(message) for message in messages], add_generation_prompt=True, **self.special
-            )
+            asked = {"messages": [dict(message) for message in messages], "add_generation_prompt": True}
+            text = self._template.render(**asked, tools=None, documents=None, **self.special)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             roles = [message.get("role") for message in messages]
             raise UserError(f"{self.folder}: the chat template fails on roles {roles}: {error}") from None
@@ -101,9 +98,11 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Copy the tokenizer's files (generation_config.json too) into another model folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
-            if (self.folder / name).is_file() and Path(folder).resolve() != self.folder.resolve():
-                shutil.copyfile(self.folder / name, Path(folder) / name)
+            if (self.folder / name).is_file() and not folder.samefile(self.folder):
+                shutil.copyfile(self.folder / name, folder / name)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -155,7 +154,7 @@ class _SentencePiece:
         pieces = len(self.inner)
         self.added = {token: int(i) for token, i in _read_json(path.parent / "added_tokens.json").items()}
         self.skipped: set[int] = set()
-        for token_id, token in settings.get("added_tokens_decoder", {}).items():
+        for token_id, token in (settings.get("added_tokens_decoder") or {}).items():
             self.added[_content(token)] = int(token_id)
             self.skipped |= {int(token_id)} if token.get("special") else set()
         self.added |= {self.inner.id_to_piece(i): i for i in range(pieces) if self.inner.is_control(i)}
@@ -182,8 +181,8 @@ class _SentencePiece:
         )
 
     def id_of(self, token: str | None) -> int | None:
-        if token is None or token in self.added:
-            return None if token is None else self.added[token]
+        if token in self.added or token is None:
+            return self.added[token] if token else None
         piece = int(self.inner.piece_to_id(token))  # the unknown piece's id where there is no such token
         return piece if self.inner.id_to_piece(piece) == token else None
 
