@@ -193,14 +193,16 @@ def test_control_pieces_in_text_are_tokens(tmp_path: Path) -> None:
 def test_added_tokens_follow_the_model(tmp_path: Path) -> None:
     folder = llama2(tmp_path)
     size = load_tokenizer(folder).vocab_size
-    decoder = {str(size + 1): {"content": "<sep>", "special": True}, "1": {"content": "<s>", "special": True}}
-    write(folder / "tokenizer_config.json", {"added_tokens_decoder": decoder})
-    write(folder / "added_tokens.json", {"<tool>": size})
+    decoder = {str(size + 2): {"content": "<sep>", "special": True}, "1": {"content": "<s>", "special": True}}
+    write(folder / "tokenizer_config.json", {"added_tokens_decoder": decoder, "eos_token": "<sep>"})
+    write(folder / "added_tokens.json", {"<tool>": size, "<tool>2": size + 1})
     tokenizer = load_tokenizer(folder)
     a = tokenizer.encode("a")
-    assert tokenizer.encode("a<tool>a<sep>") == [*a, size, *a, size + 1]
-    assert tokenizer.decode([*a, size, *a, size + 1]) == "a<tool>a"
-    assert tokenizer.vocab_size == size + 2
+    assert tokenizer.encode("a<tool>a<sep>") == [*a, size, *a, size + 2]
+    assert tokenizer.encode("<tool>2") == [size + 1]  # the longest counts
+    assert tokenizer.decode([*a, size, *a, size + 2, size + 3]) == "a<tool>a"
+    assert tokenizer.vocab_size == size + 3
+    assert tokenizer.end_ids == (size + 2,)
 
 
 def test_a_model_without_begin_token_has_none(tmp_path: Path) -> None:
@@ -223,11 +225,17 @@ def test_decoding_is_not_undone_by_encoding(tmp_path: Path) -> None:
 # Begin and end
 
 
-def test_without_a_template_contents_are_joined_after_the_begin_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [llama2, llama3])
+def test_without_a_template_contents_are_joined_after_the_begin_token(
+    tmp_path: Path, build: Callable[..., Path]
+) -> None:
+    (build(tmp_path) / "tokenizer_config.json").unlink(missing_ok=True)
+    write(tmp_path / "special_tokens_map.json", {"bos_token": "<s>" if build is llama2 else "<|begin_of_text|>"})
+    write(tmp_path / "config.json", {"eos_token_id": 2})
+    tokenizer = load_tokenizer(tmp_path)
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 7 times 8?"}]
-    for tokenizer in (load_tokenizer(llama3(tmp_path, chat_template=None)), load_tokenizer(llama2(tmp_path))):
-        assert tokenizer.chat_template is None
-        assert tokenizer.chat(chat) == [tokenizer.bos_id, *tokenizer.encode("Be brief.\n\nWhat is 7 times 8?")]
+    assert tokenizer.chat_template is None
+    assert tokenizer.chat(chat) == [tokenizer.bos_id, *tokenizer.encode("Be brief.\n\nWhat is 7 times 8?")]
 
 
 @pytest.mark.parametrize("build", [llama2, llama3])
@@ -253,7 +261,7 @@ def test_a_post_processor_that_adds_nothing_adds_no_begin_token(tmp_path: Path) 
         (None, None, (1,)),
         (2, None, (1, 2)),
         ([4, 2], None, (1, 2, 4)),
-        ([4, 1, 4], [3], (1, 3, 4)),
+        ([304, 1, 304], [3], (1, 3, 304)),
         ([4], 3, (1, 3, 4)),
     ],
 )
