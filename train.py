@@ -5,10 +5,12 @@ and ends with an evaluation of the base and the result: a table, JSON and pictur
 """
 
 import argparse
+import shutil
+from pathlib import Path
 
 from dph.answering import tokenize
 from dph.checkpoint import open_run
-from dph.cli import load_policy, open_task, run_command, set_up
+from dph.cli import config_argument, load_policy, open_task, run_command, set_up
 from dph.config import Config
 from dph.evaluation import evaluate_model
 from dph.plots import plot_run, table
@@ -24,15 +26,20 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     policy = load_policy(config.model.path, config, device)
     data, *sets = (tokenize(each, policy.tokenizer, config) for each in (task, *exams))
     partition, reference, reports = None, None, []
-    if config.loss.divergence != "none" and config.loss.samples == "reference":
+    if arguments.replay and (arguments.replay / "presample").is_dir():
+        shutil.copytree(arguments.replay / "presample", run / "presample", dirs_exist_ok=True)
+    uses = config.loss.samples if config.loss.divergence != "none" else "nothing"
+    if uses in ("reference", "both"):
         partition = presample(policy, data, config)
         stored, exp = len(partition.rehearsal), len(partition.exp)
         print(f"D_pef: {len(partition.pef)} prompts with {stored} answers; D_exp: {exp} prompts")
-    elif config.loss.divergence != "none":
+    if uses in ("own", "both"):
         reference = load_policy(config.model.path, config, device).model.requires_grad_(False)
     if config.eval.final and sets:
         reports.append(evaluate_model(policy, sets, config, "base"))
-    Trainer(config, policy, data, partition, reference, sets).run()
+    trainer = Trainer(config, policy, data, partition, reference, sets)
+    trainer.collector.replay = arguments.replay
+    trainer.run()
     if reports:
         reports.append(evaluate_model(policy, sets, config, config.run.name))
         print(table(reports, base="base"))
@@ -40,5 +47,12 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
         print(f"picture: {picture}")
 
 
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    config_argument(parser)
+    parser.add_argument(
+        "--replay", type=Path, metavar="RUN", help="train on the rollouts recorded in this run's folder"
+    )
+
+
 if __name__ == "__main__":
-    run_command(main, str(__doc__))
+    run_command(main, str(__doc__), _arguments)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dph.divergences import make_divergence
+from dph.divergences import BOUNDED, make_divergence
 from dph.errors import UserError
 
 
@@ -83,6 +83,7 @@ class PresampleConfig:
     confirm: bool = key(True, "one more sample must be correct too; false keeps the k samples' correct answers")
     rehearsal_responses: int = key(1, "answers drawn for rehearsal of each near-perfect prompt", low=1)
     top_p: float = key(1.0, "nucleus used here alone", low=0.01, high=1.0)
+    top_k: int = key(0, "pi_ref's likeliest tokens stored at each position (E10); 0 stores none", low=0)
     drop_unsolved: bool = key(False, "leave prompts without a correct answer out of D_exp")
 
 
@@ -91,12 +92,15 @@ class LossConfig:
     """[loss] the objective: L_exp (E4) and eta times one divergence, from the reference's samples or our own."""
 
     divergence: str = key("none", "name of a generator of dph/divergences.py, or none")
-    samples: str = key("reference", "of pi_ref: rehearsal (E5); our own: penalty (E2)", "reference", "own")
+    samples: str = key("reference", "rehearsal (E5), own: penalty (E2), both: E8", "reference", "own", "both")
+    level: str = key("token", "of u in rehearsal; sequence: bounded generators only", "token", "sequence")
     eta: float = key(0.0, "weight of the divergence (E6)", low=0.0)
     alpha: float = key(0.5, "order of the alpha divergence", low=0.0, high=1.0)
     skew: float = key(0.5, "lambda of skew_js", low=0.0, high=1.0)
     divergence_form: str = key("standard", "plain: forward_kl as -log u, supervised", "standard", "plain")
     penalty_estimator: str = key("k3", "with own samples", "k3", "k3_importance", "exact")
+    entropy: float = key(0.0, "weight of an entropy bonus", low=0.0)
+    overlong_buffer: int = key(0, "tokens over which DAPO's overlong penalty grows to -1; 0 is off", low=0)
     clip_low: float = key(0.2, "epsilon_low of the clipped ratio", low=0.0, high=1.0)
     clip_high: float = key(0.28, "epsilon_high", low=0.0)
     dual_clip: float = key(0.0, "c > 1 bounds the loss of negative advantages; 0 is off", low=0.0)
@@ -115,6 +119,8 @@ class TrainConfig:
     updates_per_step: int = key(2, "optimizer steps a rollout step is cut into", low=1)
     rehearsal_rows: int = key(64, "stored answers of D_pef in one optimizer step", low=1)
     microbatch_tokens: int = key(16384, "tokens, padding included, of one forward and backward pass", low=1)
+    dynamic_sampling: int = key(0, "further rounds that replace groups of equal rewards (DAPO); 0 is off", low=0)
+    record_rollouts: bool = key(False, "keep every step's rollouts, for train.py --replay RUN")
     eval_every: int = key(50, "steps between evaluations; 0 never", low=0)
     save_every: int = key(50, "steps between checkpoints; 0 only at the end", low=0)
     keep_last: int = key(2, "checkpoints kept", low=1)
@@ -269,8 +275,14 @@ def _check(config: Config) -> None:
         (len(config.optim.betas) == 2, f"optim.betas = {list(config.optim.betas)} should be two numbers"),
         (loss.divergence_form == "standard" or loss.divergence == "forward_kl",
          f"loss.divergence_form = 'plain' goes with loss.divergence = 'forward_kl', not {loss.divergence!r}"),
-        (loss.samples == "reference" or loss.divergence in ("none", "reverse_kl") or loss.penalty_estimator == "exact",
+        (loss.samples != "own" or loss.divergence in ("none", "reverse_kl") or loss.penalty_estimator == "exact",
          f"loss.divergence = {loss.divergence!r} on own samples needs loss.penalty_estimator = 'exact'"),
+        (loss.samples != "both" or (loss.divergence == "js" and not presample.top_k and loss.level == "token"),
+         "loss.samples = 'both' is the definition of loss.divergence = 'js': no presample.top_k, loss.level = 'token'"),
+        (loss.level == "token" or (loss.divergence in BOUNDED and not presample.top_k),
+         f"loss.level = 'sequence' needs a bounded generator ({', '.join(BOUNDED)}) and no presample.top_k"),
+        (loss.overlong_buffer < config.sampling.max_new_tokens,
+         f"loss.overlong_buffer = {loss.overlong_buffer} should be below sampling.max_new_tokens"),
         (train.prompts_per_step * train.responses_per_prompt >= train.updates_per_step,
          f"train.updates_per_step = {train.updates_per_step} is more than the rows of a step"),
         (not config.eval.k or max(config.eval.k) <= config.eval.samples,

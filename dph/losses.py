@@ -1,4 +1,5 @@
-"""The objective, term by term: advantages (E3), clipped loss (E4), rehearsal (E5), penalties on own samples (E2).
+"""The objective, term by term: advantages (E3), clipped loss (E4), rehearsal (E5, E10),
+penalties on own samples (E2), Jensen-Shannon by its definition (E8).
 
 A loss takes tensors, never a model, and returns per-token values of shape (B, T), zero where the mask is False; one
 reducer, `aggregate`, turns them into a scalar with a denominator counted over the whole optimizer step, so that the
@@ -9,10 +10,15 @@ anything, NaN included: they are replaced before any exp.
 The total (E6) is L_exp + eta L_pef, two batches with two calls, added by the trainer in one optimizer step.
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dph.divergences import Divergence, saturate
+
+REST = 1e-6  # least mass of "all other tokens": below it fp32 sums of probabilities are noise
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, divide_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
@@ -72,12 +78,59 @@ def clipped_fractions(
     return mask & (advantages < 0) & (ratio < 1 - clip_low), mask & (advantages > 0) & (ratio > 1 + clip_high)
 
 
-def rehearsal_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, divergence: Divergence) -> Tensor:
+def rehearsal_loss(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, divergence: Divergence, level: str = "token"
+) -> Tensor:
     """f(u) on stored answers of pi_ref, per token: L_pef of E5, differentiated by autograd (E2).
 
-    Args: logprobs, ref_logprobs (stored before training), mask: (B, T).
+    Args:
+        logprobs, ref_logprobs (stored before training), mask: (B, T).
+        level: "token": u of each token, as the released code has it. "sequence": u of the whole answer, the product
+            over its tokens; the answer's f(u) is shared out evenly, so that a row sums to it. For the forward KL the
+            sum over tokens *is* the sequences' divergence (chain rule); for the others it is not.
     """
-    return torch.where(mask, divergence.f(_log_ratio(logprobs, ref_logprobs, mask)), 0.0)
+    log_u = _log_ratio(logprobs, ref_logprobs, mask)
+    if level == "sequence":
+        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
+        values = (divergence.f(log_u.sum(dim=1, keepdim=True)) / lengths).expand_as(log_u)
+    else:
+        values = divergence.f(log_u)
+    return torch.where(mask, values, 0.0)
+
+
+def stored_distribution_loss(top: Tensor, ref_top: Tensor, mask: Tensor, divergence: Divergence) -> Tensor:
+    """Rehearsal against stored distributions (E10): sum over pi_ref's K likeliest tokens, and over the rest as one.
+
+    sum_a pi_ref(a) f(pi_theta(a) / pi_ref(a)) + pi_ref(rest) f(pi_theta(rest) / pi_ref(rest)), per position: no noise
+    from the choice of the action. Never above the full D_f, rising with K, equal to it at K = V - 1.
+
+    Args: top, ref_top: (B, T, K) log-probabilities of the same tokens under pi_theta and pi_ref; mask: (B, T).
+    """
+    here = mask[..., None]
+    top, ref_top = torch.where(here, top, -1.0), torch.where(here, ref_top, -1.0)
+    rest, ref_rest = (torch.log1p(-x.exp().sum(-1).clamp(max=1 - REST)) for x in (top, ref_top))  # (B, T)
+    values = (ref_top.exp() * divergence.f(top - ref_top)).sum(-1) + ref_rest.exp() * divergence.f(rest - ref_rest)
+    return torch.where(mask, values, 0.0)
+
+
+def js_reference_half(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """1/2 KL(pi_ref || m) on stored answers, per token: the first half of JS by its definition (E8)."""
+    return torch.where(mask, 0.5 * (math.log(2) - F.softplus(_log_ratio(logprobs, ref_logprobs, mask))), 0.0)
+
+
+def js_own_half(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The surrogate of 1/2 KL(pi_theta || m) on own samples (E8): 1/2 stopgrad(g + 1/(1+u)) log pi_theta, per token.
+
+    g = log(2u / (1+u)). Differentiating g itself would cancel the other half's gradient: a trap.
+    """
+    log_u = _log_ratio(logprobs, ref_logprobs, mask).detach()
+    weight = math.log(2) - F.softplus(-log_u) + torch.sigmoid(-log_u)
+    return torch.where(mask, 0.5 * weight * torch.where(mask, logprobs, 0.0), 0.0)
+
+
+def overlong_penalty(length: int, limit: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476): 0 up to limit - buffer tokens, then down to -1 at limit."""
+    return min(0.0, (limit - buffer - length) / buffer) if buffer else 0.0
 
 
 def penalty_loss(

@@ -15,12 +15,11 @@ progress.jsonl holds a line for each prompt that is done, and an interrupted run
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
@@ -28,7 +27,7 @@ from dph.answering import PRESAMPLE, Actor, Answer, Policy, PromptSet, Question,
 from dph.checkpoint import append_rows, write_tensors, write_text
 from dph.config import Config
 from dph.errors import UserError
-from dph.rollouts import Rollout, score
+from dph.rollouts import Rollout, pack, score, unpack
 from dph.tasks import Task
 
 
@@ -52,14 +51,19 @@ def presample(policy: Policy, data: PromptSet, config: Config) -> Partition:
         work.ask("first", questions, range(k), keep=not wanted.confirm)
         near_perfect = [q for q in questions if sum(work["first", q]["rewards"]) >= wanted.threshold]
         stage = "second" if wanted.confirm else "first"
-        work.ask(stage, near_perfect, range(k, k + more), keep=True)  # without confirmation all are done already
+        if wanted.confirm:
+            work.ask(stage, near_perfect, range(k, k + more), keep=True)
         pef = [q for q in near_perfect if not wanted.confirm or work[stage, q]["rewards"][0] == 1]
         answers = [(q, tokens) for q in pef for tokens in work[stage, q]["answers"][:more]]
-        rehearsal = [Rollout(q.prompt.index, 0, q.tokens, tokens, [0.0] * len(tokens), True) for q, tokens in answers]
+        rehearsal = [
+            Rollout(q.prompt.index, 0, q.tokens, tokens, [0.0] * len(tokens), True, 1.0) for q, tokens in answers
+        ]
+        how = (config.sampling.temperature, config.train.microbatch_tokens, wanted.top_k)
         with autocast(policy.model, config.run.dtype):
-            scores = score(policy.model, rehearsal, config.sampling.temperature, config.train.microbatch_tokens)
-        _write(folder, work, questions, {q.prompt.index for q in pef}, rehearsal, scores)
-    return load_partition(folder, questions, fingerprint)
+            for rollout, (logprobs, top) in zip(rehearsal, score(policy.model, rehearsal, *how), strict=True):
+                rollout.logprobs, rollout.top = logprobs, top
+        _write(folder, work, questions, {q.prompt.index for q in pef}, rehearsal)
+    return load_partition(folder, fingerprint)
 
 
 class _Work:
@@ -109,7 +113,6 @@ def _write(
     questions: Sequence[Question],
     pef: set[int],
     rehearsal: Sequence[Rollout],
-    scores: Sequence[Sequence[float]],
 ) -> None:
     """All three files; report.json last, since it says that the others are complete."""
     wanted = work.config.presample
@@ -120,13 +123,7 @@ def _write(
         chosen = "pef" if index in pef else "dropped" if unsolved else "exp"
         rows.append({"prompt": index, "set": chosen, "correct": correct})
     write_text(folder / "partition.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    tensors = {
-        "prompt": torch.tensor([r.prompt for r in rehearsal], dtype=torch.int64),
-        "lengths": torch.tensor([len(r.tokens) for r in rehearsal], dtype=torch.int64),
-        "tokens": torch.tensor([t for r in rehearsal for t in r.tokens], dtype=torch.int64),
-        "logprobs": torch.tensor([x for row in scores for x in row], dtype=torch.float32),
-    }
-    write_tensors(folder / "rehearsal.safetensors", tensors)
+    write_tensors(folder / "rehearsal.safetensors", pack(rehearsal))
     counts = Counter(row["correct"] for row in rows)
     report = {
         "prompts": len(rows),
@@ -143,7 +140,7 @@ def _write(
     work.path.unlink()
 
 
-def load_partition(folder: Path, questions: Sequence[Question], fingerprint: dict[str, str]) -> Partition:
+def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
     """Reads RUN/presample.
 
     Raises: UserError when it was made from something else, or when both sets are empty.
@@ -154,7 +151,7 @@ def load_partition(folder: Path, questions: Sequence[Question], fingerprint: dic
         stored = load_file(folder / "rehearsal.safetensors")
         _refuse_stale(folder, report["fingerprint"], fingerprint)
         rows = [json.loads(line) for line in lines]
-        rehearsal = list(_rollouts(stored, {q.prompt.index: q.tokens for q in questions}))
+        rehearsal = unpack(stored)
     except UserError:
         raise
     except Exception as error:
@@ -165,13 +162,6 @@ def load_partition(folder: Path, questions: Sequence[Question], fingerprint: dic
             f"{folder}: D_pef and D_exp are both empty ({len(rows)} prompts, all dropped); nothing to train on"
         )
     return Partition(pef, exp, rehearsal)
-
-
-def _rollouts(stored: dict[str, torch.Tensor], prompts: dict[int, list[int]]) -> Iterator[Rollout]:
-    lengths = stored["lengths"].tolist()
-    pieces = (torch.split(stored[name], lengths) for name in ("tokens", "logprobs"))
-    for number, (prompt, tokens, logprobs) in enumerate(zip(stored["prompt"].tolist(), *pieces, strict=True)):
-        yield Rollout(prompt, number, prompts[prompt], tokens.tolist(), logprobs.tolist(), True, 1.0)
 
 
 def make_fingerprint(model_folder: Path, questions: Sequence[Question], config: Config) -> dict[str, str]:

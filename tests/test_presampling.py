@@ -72,7 +72,7 @@ def test_the_confirming_sample_is_the_rehearsal_answer_scored_by_the_reference(t
     partition, config, _ = make(tmp_path)
     assert [r.prompt for r in partition.rehearsal] == partition.pef
     batch = collate(partition.rehearsal, "cpu")
-    scored, _ = token_logprobs(load_model(tmp_path / "model"), batch, config.sampling.temperature)
+    scored, *_ = token_logprobs(load_model(tmp_path / "model"), batch, config.sampling.temperature)
     torch.testing.assert_close(scored, batch.logprobs, atol=1e-5, rtol=0)
 
 

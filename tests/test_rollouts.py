@@ -12,7 +12,7 @@ ROLLOUTS = [rollout([1, 2, 3], [4, 5]), rollout([6], [7, 8, 9, 10]), rollout([1]
 
 def test_scores_are_the_full_softmax_at_the_sampling_temperature() -> None:
     model, batch = tiny_model(), collate(ROLLOUTS, "cpu")
-    logprobs, entropy = token_logprobs(model, batch, 0.5)
+    logprobs, entropy, _ = token_logprobs(model, batch, 0.5)
     for row, r in enumerate(ROLLOUTS):
         naive = torch.log_softmax(model.logits(model(torch.tensor([r.prompt_tokens + r.tokens])))[0] / 0.5, -1)
         for t, token in enumerate(r.tokens):

@@ -97,7 +97,7 @@ def test_the_samplers_log_probabilities_are_the_scorers(temperature: float, top_
     model = tiny_model(seed=1)
     got = sample(model, requests(), settings(temperature=temperature, top_p=top_p, max_rows=7))
     batch = collate(got, "cpu")
-    scored, _ = token_logprobs(model, batch, temperature)
+    scored, *_ = token_logprobs(model, batch, temperature)
     ratio = torch.exp(scored - batch.logprobs)[batch.mask]
     torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
 

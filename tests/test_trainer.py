@@ -1,6 +1,7 @@
 """The loop: its gradient is the objective's, whatever the cutting; it resumes exactly; it survives bad numbers."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,18 @@ import torch
 
 from dph.answering import Policy, tokenize
 from dph.checkpoint import open_run
+from dph.collector import shuffled
 from dph.config import Config, load_config
 from dph.divergences import GENERATORS
 from dph.errors import UserError
 from dph.losses import group_advantages
+from dph.metrics import Meter
 from dph.model import load_model
 from dph.presampling import Partition
 from dph.rollouts import Rollout
 from dph.sampler import Request, Settings, sample
 from dph.tokenizer import load_tokenizer
-from dph.trainer import Trainer, _Meter, shuffled
+from dph.trainer import Trainer
 from tests.helpers import WordTask, tiny_folder
 
 JS = ["--loss.divergence=js", "--loss.eta=0.5"]
@@ -58,9 +61,10 @@ def trainer(folder: Path, *more: str, pef: int = 4, seed: int = 0) -> Trainer:
     asked = [Request(q.prompt.index, q.tokens, range(2)) for q in questions[:pef]]
     stored = sample(policy.model, asked, Settings((9, 9, 9), policy.tokenizer.end_ids, 8))
     partition = Partition(list(range(pef)), list(range(pef, len(questions))), stored)
-    own = settings.loss.samples == "own"
-    reference = load_model(path) if own else None
-    uses = settings.loss.divergence != "none" and not own
+    uses = settings.loss.divergence != "none" and settings.loss.samples != "own"
+    reference = (
+        load_model(path) if settings.loss.divergence != "none" and settings.loss.samples != "reference" else None
+    )
     return Trainer(settings, policy, data, partition if uses else None, reference)
 
 
@@ -91,7 +95,7 @@ def naive_objective(made: Trainer, rollouts: list[Rollout], rehearsal: list[Roll
 @pytest.mark.parametrize("microbatch_tokens", [10**6, 40, 1])
 def test_the_gradient_is_the_objectives_however_micro_batches_are_cut(tmp_path: Path, microbatch_tokens: int) -> None:
     made = trainer(tmp_path, *JS, f"--train.microbatch_tokens={microbatch_tokens}", "--optim.grad_clip=0")
-    rollouts = [a.rollout for a in made._sample(made.explore[:4])]
+    rollouts = [a.rollout for a in made.collector._sample(0, made.collector.explore[:4], 4, Counter(), Meter())]
     rehearsal = [
         Rollout(r.prompt, r.sample, r.prompt_tokens, r.tokens, [x - 0.3 for x in r.logprobs], True)
         for r in made.rehearsal
@@ -101,7 +105,7 @@ def test_the_gradient_is_the_objectives_however_micro_batches_are_cut(tmp_path: 
     made._optimize = lambda meter: found.extend(p.grad for p in made.model.parameters())  # type: ignore[method-assign, misc]
     rewards = torch.tensor([r.reward for r in rollouts])
     assert 0 < rewards.mean() < 1
-    made._update(rollouts, group_advantages(rewards, torch.arange(4).repeat_interleave(4)), rehearsal, _Meter())
+    made._update(rollouts, group_advantages(rewards, torch.arange(4).repeat_interleave(4)), rehearsal, [], Meter())
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
 
@@ -111,8 +115,8 @@ def test_rehearsal_at_the_reference_moves_nothing(tmp_path: Path) -> None:
     before = weights(made)
     found: list[torch.Tensor] = []
     made._optimize = lambda meter: found.extend(p.grad for p in made.model.parameters())  # type: ignore[method-assign, misc]
-    meter = _Meter()
-    made._update([], torch.zeros(0), made.rehearsal, meter)
+    meter = Meter()
+    made._update([], torch.zeros(0), made.rehearsal, [], meter)
     assert max(g.abs().max().item() for g in found) < 1e-5
     assert meter.means()["divergence"] == pytest.approx(0, abs=1e-10)
     assert torch.equal(before, weights(made))
@@ -187,8 +191,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_a_streak_stops(tmp_pa
         Rollout(r.prompt, r.sample, r.prompt_tokens, r.tokens, [float("nan")] * len(r.tokens), True)
         for r in made.rehearsal
     ]
-    meter = _Meter()
-    made._update([], torch.zeros(0), broken, meter)
+    meter = Meter()
+    made._update([], torch.zeros(0), broken, [], meter)
     assert meter.means()["skipped_updates"] == 1
     assert torch.equal(before, weights(made))
     assert all(
@@ -199,9 +203,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_a_streak_stops(tmp_pa
     made.train_step()
     assert not torch.equal(before, weights(made)), "the next update works"
     for _ in range(4):
-        made._update([], torch.zeros(0), broken, meter)
+        made._update([], torch.zeros(0), broken, [], meter)
     with pytest.raises(UserError, match="5 updates in a row"):
-        made._update([], torch.zeros(0), broken, meter)
+        made._update([], torch.zeros(0), broken, [], meter)
 
 
 @pytest.mark.parametrize("pef", [0, 12])
@@ -213,7 +217,8 @@ def test_one_of_both_sets_may_be_empty(tmp_path: Path, pef: int) -> None:
 
 def test_a_prompt_drawn_twice_makes_two_groups(tmp_path: Path) -> None:
     made = trainer(tmp_path)
-    answers = made._sample([made.explore[0], made.explore[1], made.explore[0]])
+    some = made.collector.explore
+    answers = made.collector._sample(0, [some[0], some[1], some[0]], 4, Counter(), Meter())
     assert [a.rollout.prompt for a in answers] == [0] * 4 + [1] * 4 + [0] * 4
     assert [a.rollout.tokens for a in answers[:4]] != [a.rollout.tokens for a in answers[8:]]
 

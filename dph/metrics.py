@@ -1,0 +1,78 @@
+"""What a run logs: sums and means within a step, one row a step in metrics.jsonl, TensorBoard where it is wanted."""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dph.checkpoint import append_rows, write_text
+from dph.errors import UserError
+
+
+class Meter:
+    """Sums and counts of one step's metrics; tensors stay on their device until `means`."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Any] = defaultdict(float)
+        self.counts: dict[str, float] = defaultdict(float)
+
+    def add(self, name: str, total: Tensor | float, count: float = 0) -> None:
+        """Adds to a mean; a count of 0 makes it a plain sum."""
+        self.totals[name] = self.totals[name] + total
+        self.counts[name] += count
+
+    def add_tokens(self, mask: Tensor, **values: Tensor) -> None:
+        """Adds per-token values (B, T) to means over the tokens of mask (B, T)."""
+        for name, value in values.items():
+            self.add(name, torch.where(mask, value.detach(), 0).sum(), int(mask.sum()))
+
+    @contextmanager
+    def seconds(self, phase: str) -> Iterator[None]:
+        """Times a phase, the GPU's work included."""
+        begin = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.add(f"seconds/{phase}", time.perf_counter() - begin)
+
+    def means(self) -> dict[str, float]:
+        """Every metric as a number, with the rates of sampling and training."""
+        found = {name: float(total) / (self.counts[name] or 1) for name, total in self.totals.items()}
+        for phase, tokens in (("sample_and_grade", "sampled_tokens"), ("train", "trained_tokens")):
+            if found.get(f"seconds/{phase}"):
+                found[f"{tokens}_per_second"] = found.get(tokens, 0.0) / found[f"seconds/{phase}"]
+        return found
+
+
+class RunLog:
+    """metrics.jsonl of a run; rows of steps after `step` are dropped, so that a resumed run has each step once."""
+
+    def __init__(self, run: Path, step: int, tensorboard: bool) -> None:
+        self.path = run / "metrics.jsonl"
+        for path in (self.path, run / "samples.jsonl"):
+            if path.exists():
+                lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last piece is empty, or cut by a crash
+                kept = [line for line in lines if json.loads(line)["step"] <= step]
+                write_text(path, "".join(line + "\n" for line in kept))
+        self.writer: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError(
+                    "run.tensorboard = true needs the package tensorboard: pip install tensorboard"
+                ) from None
+            self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Appends one step."""
+        append_rows(self.path, [{"step": step, **metrics}])
+        for name, value in metrics.items():
+            if self.writer is not None and isinstance(value, float):
+                self.writer.add_scalar(name, value, step)

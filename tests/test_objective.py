@@ -1,0 +1,277 @@
+"""The whole objective (E8, E9, E10, levels): each loss by enumeration or by hand, each method by a step of training."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dph import divergences, losses
+from dph.config import load_config
+from dph.divergences import make_divergence
+from dph.errors import UserError
+from dph.metrics import Meter
+from dph.model import load_model
+from dph.tasks.base import Reward
+from tests.test_presampling import make
+from tests.test_trainer import JS, comparable, trainer, weights
+
+HERE = torch.ones(1, 1, dtype=torch.bool)
+
+
+def policies(size: int = 2) -> tuple[Tensor, Tensor]:
+    """Logits of pi_theta, log pi_ref: (.9, .1) and (.5, .5), or random ones over `size` tokens."""
+    if size == 2:
+        return torch.tensor([0.9, 0.1], dtype=torch.float64).log().requires_grad_(), torch.full(
+            (2,), 0.5, dtype=torch.float64
+        ).log()
+    torch.manual_seed(size)
+    return torch.randn(size, dtype=torch.float64).mul(2).requires_grad_(), torch.randn(
+        size, dtype=torch.float64
+    ).log_softmax(0)
+
+
+# E8: the Jensen-Shannon divergence by its definition
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_the_two_halves_of_js_have_the_generators_gradient(size: int) -> None:
+    logits, ref = policies(size)
+    logprobs, mask = logits.log_softmax(0)[:, None], torch.ones(size, 1, dtype=torch.bool)
+    first = (ref.exp()[:, None] * losses.js_reference_half(logprobs, ref[:, None], mask)).sum()
+    second = (logprobs.detach().exp() * losses.js_own_half(logprobs, ref[:, None], mask)).sum()
+    generator = (ref.exp() * make_divergence("js").f(logits.log_softmax(0) - ref)).sum()
+    halves = torch.autograd.grad(first + second, logits, retain_graph=True)[0]
+    torch.testing.assert_close(halves, torch.autograd.grad(generator, logits)[0])
+    if size == 2:
+        assert halves[0].item() == pytest.approx(0.0607467, abs=1e-7)
+
+
+def test_the_reference_half_is_its_value_and_the_naive_own_half_cancels_it() -> None:
+    logits, ref = policies()
+    logprobs = logits.log_softmax(0)
+    m = (logprobs.exp() + ref.exp()) / 2
+    half = (
+        ref.exp()[:, None] * losses.js_reference_half(logprobs[:, None], ref[:, None], torch.ones(2, 1).bool())
+    ).sum()
+    assert half.item() == pytest.approx(0.5 * (ref.exp() * (ref - m.log())).sum().item())
+    log_u = logprobs - ref
+    g = math.log(2) + log_u - torch.nn.functional.softplus(log_u)
+    naive = 0.5 * (logprobs.detach().exp() * g).sum()  # autograd through g on own samples: the trap
+    total = torch.autograd.grad(half + naive, logits)[0]
+    assert total.abs().max().item() == pytest.approx(0, abs=1e-12)
+
+
+def test_js_by_definition_trains_with_an_online_reference(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "--loss.divergence=js", "--loss.samples=both", "--loss.eta=0.5", "--train.steps=2")
+    before = weights(made)
+    made.run()
+    assert not torch.equal(before, weights(made))
+    assert made.collector.reference is not None
+    experience = made.collector.collect(made.state, made._draw_rehearsal(4), Meter())
+    assert len(experience.own) == 4
+    assert all(r.ref_logprobs is not None for r in experience.own)
+    assert {r.prompt for r in experience.own} <= {0, 1, 2, 3}, "own answers are to prompts of D_pef"
+
+
+# E10: stored distributions
+
+
+def distribution_loss(logits: Tensor, ref: Tensor, k: int, name: str) -> Tensor:
+    ids = ref.topk(k).indices
+    top, ref_top = logits.log_softmax(0)[ids], ref[ids]
+    divergence = make_divergence(name, alpha=0.3, skew=0.2)
+    return losses.stored_distribution_loss(top[None, None], ref_top[None, None], HERE, divergence)[0, 0]
+
+
+@pytest.mark.parametrize("name", list(divergences.GENERATORS))
+def test_stored_distributions_never_exceed_the_divergence_and_rise_to_it(name: str) -> None:
+    logits, ref = policies(9)
+    full = (ref.exp() * make_divergence(name, alpha=0.3, skew=0.2).f(logits.log_softmax(0) - ref)).sum().item()
+    values = [distribution_loss(logits, ref, k, name).item() for k in range(1, 9)]
+    assert all(a <= b + 1e-9 for a, b in itertools.pairwise([*values, full]))
+    assert values[-1] == pytest.approx(full, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "js"])
+def test_stored_distributions_give_the_exact_gradient_at_full_width(name: str) -> None:
+    logits, ref = policies(9)
+    full = (ref.exp() * make_divergence(name).f(logits.log_softmax(0) - ref)).sum()
+    stored = torch.autograd.grad(distribution_loss(logits, ref, 8, name), logits, retain_graph=True)[0]
+    torch.testing.assert_close(stored, torch.autograd.grad(full, logits)[0], rtol=1e-6, atol=1e-8)
+
+
+def test_a_reference_sure_of_one_token_leaves_everything_finite() -> None:
+    logits = torch.tensor([30.0, 0.0, 0.0], requires_grad=True)
+    loss = distribution_loss(logits, torch.tensor([0.0, -50.0, -60.0]), 2, "forward_kl")
+    assert math.isfinite(loss.item())
+    assert torch.isfinite(torch.autograd.grad(loss, logits)[0]).all()
+
+
+# Levels
+
+
+@pytest.mark.parametrize(("name", "equal"), [("forward_kl", True), ("js", False), ("squared_hellinger", False)])
+def test_the_sum_over_tokens_is_the_sequences_divergence_for_the_forward_kl_alone(name: str, equal: bool) -> None:
+    """Three tokens, length three, states that depend on all before: 27 sequences, enumerated."""
+    torch.manual_seed(0)
+    tables = {
+        prefix: (torch.randn(3, dtype=torch.float64).log_softmax(0), torch.randn(3, dtype=torch.float64).log_softmax(0))
+        for length in range(3)
+        for prefix in itertools.product(range(3), repeat=length)
+    }
+    sequences = list(itertools.product(range(3), repeat=3))
+    theta, ref = (
+        torch.stack([torch.stack([tables[s[:t]][which][s[t]] for t in range(3)]) for s in sequences])
+        for which in (0, 1)
+    )
+    mask, chance, divergence = torch.ones(27, 3, dtype=torch.bool), ref.sum(1).exp(), make_divergence(name)
+    by_token = (chance * losses.rehearsal_loss(theta, ref, mask, divergence).sum(1)).sum().item()
+    by_sequence = (chance * losses.rehearsal_loss(theta, ref, mask, divergence, "sequence").sum(1)).sum().item()
+    exact = (chance * divergence.f(theta.sum(1) - ref.sum(1))).sum().item()
+    assert by_sequence == pytest.approx(exact)
+    assert (by_token == pytest.approx(exact)) is equal
+
+
+def test_the_sequence_level_masks_and_averages_over_answers(tmp_path: Path) -> None:
+    logprobs, ref = torch.tensor([[-1.0, -2.0, math.nan]]), torch.tensor([[-1.5, -1.0, math.nan]])
+    values = losses.rehearsal_loss(
+        logprobs, ref, torch.tensor([[True, True, False]]), make_divergence("js"), "sequence"
+    )
+    assert values.sum().item() == pytest.approx(make_divergence("js").f(torch.tensor(-0.5)).item())
+    made = trainer(tmp_path, *JS, "--loss.level=sequence", "--train.steps=1")
+    made.run()
+
+
+# E9: the baselines
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(5, 0.0), (8, 0.0), (9, -0.5), (10, -1.0)])
+def test_the_overlong_penalty(length: int, penalty: float) -> None:
+    assert losses.overlong_penalty(length, limit=10, buffer=2) == pytest.approx(penalty)
+    assert losses.overlong_penalty(length, limit=10, buffer=0) == 0
+
+
+def test_dynamic_sampling_replaces_groups_without_variance_and_counts_its_cost(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path, "--train.dynamic_sampling=5", "--train.prompts_per_step=3", "--train.responses_per_prompt=2"
+    )
+    meter = Meter()
+    experience = made.collector.collect(made.state, [], meter)
+    means = meter.means()
+    assert means["zero_variance_fraction"] == 0
+    assert means["sampling_rounds"] > 1
+    assert made.state["drawn"] > 3
+    assert (experience.advantages != 0).all()
+
+
+def test_dynamic_sampling_gives_up_after_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(tmp_path, "--train.dynamic_sampling=2", "--train.steps=1")
+    monkeypatch.setattr(type(made.collector.task), "rewards", lambda self, pairs: [Reward.of("wrong") for _ in pairs])
+    before = weights(made)
+    made.run()
+    row = comparable(tmp_path)[0]
+    assert row["sampling_gave_up"] == 1
+    assert row["sampling_rounds"] == 3
+    assert torch.equal(before, weights(made))
+
+
+def test_the_overlong_penalty_lowers_rewards_but_not_the_pass_rate(tmp_path: Path) -> None:
+    plain, shaped = (
+        trainer(tmp_path / name, *more).train_step() for name, more in (("a", []), ("b", ["--loss.overlong_buffer=4"]))
+    )
+    assert shaped["pass_rate"] == plain["pass_rate"]
+    assert shaped["reward"] < plain["reward"]
+
+
+def test_the_entropy_bonus_raises_the_entropy(tmp_path: Path) -> None:
+    ends = []
+    for bonus in (0.0, 0.5):
+        made = trainer(tmp_path / str(bonus), f"--loss.entropy={bonus}", "--train.steps=6", "--optim.lr=3e-3")
+        made.run()
+        ends.append(comparable(tmp_path / str(bonus))[-1]["entropy"])
+    assert ends[1] > ends[0] + 0.05
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--loss.samples=both", "--loss.divergence=forward_kl"], "definition of loss.divergence = 'js'"),
+        (["--loss.level=sequence", "--loss.divergence=forward_kl"], "needs a bounded generator"),
+        (["--loss.overlong_buffer=512"], "below sampling.max_new_tokens"),
+        (["--loss.samples=own", "--loss.divergence=js"], "needs loss.penalty_estimator = 'exact'"),
+    ],
+)
+def test_combinations_without_meaning_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(None, arguments)
+
+
+# Recorded rollouts
+
+
+@pytest.mark.parametrize("method", ["plain", "js"])
+def test_a_replayed_run_is_the_recorded_one_bit_for_bit(tmp_path: Path, method: str) -> None:
+    more = JS if method == "js" else []
+    recorded = trainer(tmp_path / "a", *more, "--train.record_rollouts=true")
+    recorded.run()
+    stored = load_file(tmp_path / "a/run/rollouts/step-1.safetensors")
+    assert len(stored["rollouts.reward"]) == 16
+    replayed = trainer(tmp_path / "b", *more)
+    replayed.collector.replay = tmp_path / "a/run"
+    replayed.collector._sample = None  # type: ignore[method-assign, assignment]
+    replayed.run()
+    assert torch.equal(weights(recorded), weights(replayed))
+
+
+def test_two_losses_see_the_same_recorded_data(tmp_path: Path) -> None:
+    trainer(tmp_path / "a", "--train.record_rollouts=true").run()
+    other = trainer(tmp_path / "b", "--loss.clip_high=0.01", "--loss.clip_low=0.01")
+    other.collector.replay = tmp_path / "a/run"
+    other.run()
+    rewards = [[row["reward"] for row in comparable(tmp_path / name)] for name in ("a", "b")]
+    assert rewards[0] == rewards[1]
+    beyond = trainer(tmp_path / "c", "--train.steps=9")
+    beyond.collector.replay = tmp_path / "a/run"
+    with pytest.raises(UserError, match=r"step-5\.safetensors: no recorded rollouts"):
+        beyond.run()
+
+
+# A new generator in one place
+
+
+def test_a_new_generator_is_found_by_configs_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divergences, "GENERATORS", dict(divergences.GENERATORS))
+
+    @divergences.generator("vincze_le_cam")
+    def vincze_le_cam(log_u: Tensor) -> divergences.Pair:
+        """f(u) = (u - 1)^2 / (u + 1)."""
+        u = torch.exp(log_u)
+        return (u - 1) ** 2 / (u + 1), 1 - 4 / (u + 1) ** 2
+
+    made = trainer(tmp_path, "--loss.divergence=vincze_le_cam", "--loss.eta=0.5", "--train.steps=2")
+    before = weights(made)
+    made.run()
+    assert not torch.equal(before, weights(made))
+
+
+def test_presampling_stores_distributions_and_training_uses_them(tmp_path: Path) -> None:
+    partition, *_ = make(tmp_path, "--presample.top_k=7")
+    for r in partition.rehearsal:
+        assert r.top is not None
+        ids, logprobs = r.top
+        assert ids.shape == logprobs.shape == (len(r.tokens), 7)
+        among = (ids == torch.tensor(r.tokens)[:, None]).any(1)
+        found = logprobs[ids == torch.tensor(r.tokens)[:, None]]
+        torch.testing.assert_close(found, torch.tensor(r.logprobs)[among], atol=1e-5, rtol=0)
+    made = trainer(tmp_path / "t", *JS)
+    made.rehearsal = partition.rehearsal
+    made.model.load_state_dict(load_model(tmp_path / "model").state_dict())
+    meter = Meter()
+    made._update([], torch.zeros(0), made.rehearsal, [], meter)
+    assert meter.means()["divergence"] == pytest.approx(0, abs=1e-6), "nothing has moved from the reference yet"
+    for _ in range(5):
+        made._update([], torch.zeros(0), made.rehearsal, [], Meter())
