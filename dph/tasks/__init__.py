@@ -1,11 +1,12 @@
 """Tasks: prompts and rewards. `load_task` makes one from a source such as `math:gsm8k/test.jsonl?limit=200`."""
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dph.errors import UserError
-from dph.tasks.base import Prompt, Reward, Task, parse_source, whole_number
+from dph.tasks.base import Prompt, Reward, Row, Task, parse_source, whole_number
 
 if TYPE_CHECKING:
     from dph.config import DataConfig
@@ -21,7 +22,7 @@ TASKS = {
 }
 
 
-def load_task(source: str, data: "DataConfig", seed: int, folder: Path) -> Task:
+def load_task(source: str, data: "DataConfig", seed: int, folder: Path, stored: Sequence[Row] | None = None) -> Task:
     """The task that `source` names, its gold answers checked.
 
     Args:
@@ -29,6 +30,8 @@ def load_task(source: str, data: "DataConfig", seed: int, folder: Path) -> Task:
         data: the config's [data] section.
         seed: the run's seed, for generated tasks.
         folder: the runs' folder, where a task may keep files that it makes.
+        stored: rows with the columns of `Task.record`; the prompts are then these, one a row and without messages, in
+            place of the source's own, and their gold answers are not checked.
 
     Raises:
         UserError: an unknown task, option or value; DataError: a row or file that cannot be used.
@@ -40,9 +43,10 @@ def load_task(source: str, data: "DataConfig", seed: int, folder: Path) -> Task:
     options = dict(parsed.options)
     limit = whole_number(source, options, "limit", 0, 1, 10**9)
     options.pop("limit", None)
-    task: Task = getattr(importlib.import_module(module), name)(parsed.where, options, data, seed, folder)
+    task: Task = getattr(importlib.import_module(module), name)(parsed.where, options, data, seed, folder, stored)
     task.name = source
-    if limit:
-        task.limit(limit)
-    task.check()
+    if stored is None:
+        if limit:
+            task.limit(limit)
+        task.check()
     return task

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dph.errors import UserError
-from dph.tasks.base import Prompt, Reward, Task, chat, known_options, whole_number
+from dph.tasks.base import Prompt, Reward, Row, Task, chat, known_options, whole_number
 from dph.tasks.math import last_box, number
 
 if TYPE_CHECKING:
@@ -37,9 +37,18 @@ class ArithmeticTask(Task):
         data: system, instruction.
         seed: of the questions drawn.
         folder: not used.
+        stored: as in load_task; `answer` is the gold number.
     """
 
-    def __init__(self, where: str, options: dict[str, str], data: "DataConfig", seed: int, folder: Path = Path()):
+    def __init__(
+        self,
+        where: str,
+        options: dict[str, str],
+        data: "DataConfig",
+        seed: int,
+        folder: Path = Path(),
+        stored: Sequence[Row] | None = None,
+    ):
         source = f"arithmetic:{where}"
         known_options(source, options, ("ops", "digits", "count", "shots"))
         if where not in SPLITS:
@@ -50,6 +59,10 @@ class ArithmeticTask(Task):
         digits = whole_number(source, options, "digits", 2, 1, 9)
         count = whole_number(source, options, "count", 300, 1, 1_000_000)
         shots = whole_number(source, options, "shots", 0, 0, 100)
+        super().__init__(source)
+        if stored is not None:
+            self.items = [Prompt(index, (), row.integer("answer"), {}) for index, row in enumerate(stored)]
+            return
         # Every prompt has the same solved examples before it; they are training questions, and asked nowhere.
         taken: set[str] = set()
         examples: list[Question] = []
@@ -66,7 +79,6 @@ class ArithmeticTask(Task):
                 {"role": "assistant", "content": answer.format(OPERATIONS[op](a, b))},
             )
         ]
-        super().__init__(source)
         for index, (wording, a, op, b) in enumerate(questions):
             *system, last = chat(wording.format(f"{a} {op} {b}"), data.system, data.instruction)
             self.items.append(Prompt(index, (*system, *before, last), OPERATIONS[op](a, b), {"operation": op}))

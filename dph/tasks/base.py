@@ -42,11 +42,12 @@ class Reward:
 
 
 FEWEST = 200  # answers before an error rate counts
-MOST_ERRORS = 0.05  # of the answers that a grader may fail to judge
 
 
 class Task:
     """A set of prompts and its grader. A subclass fills `items` and writes `rewards`."""
+
+    most_errors = 0.05  # of the answers that the grader may fail to judge
 
     def __init__(self, name: str, items: Sequence[Prompt] = ()) -> None:
         self.name = name
@@ -64,6 +65,14 @@ class Task:
     def check(self) -> None:
         """Raises a DataError for a gold answer that cannot be judged; load_task calls it once, after `limit`."""
 
+    def record(self, prompt: Prompt) -> dict[str, Any]:
+        """The columns that, beside a response, are enough to grade it again (regrade.py)."""
+        return {"answer": prompt.gold}
+
+    def nondeterministic(self) -> list[Prompt]:
+        """The prompts whose gold answer may come out otherwise another day."""
+        return []
+
     def reward(self, prompt: Prompt, text: str) -> Reward:
         """Grades one answer, exactly as a batch would."""
         return self.rewards([(prompt, text)])[0]
@@ -76,10 +85,10 @@ class Task:
         """The rewards, counted by outcome; a UserError if the grader itself fails too often to be a teacher."""
         self.outcomes.update(reward.outcome for reward in rewards)
         failed, judged = self.outcomes["grader_error"] + self.outcomes["data_error"], self.outcomes.total()
-        if judged >= FEWEST and failed > MOST_ERRORS * judged:
+        if judged >= FEWEST and failed > self.most_errors * judged:
             raise UserError(
-                f"{self.name}: the grader failed on {failed} of {judged} answers (at most {MOST_ERRORS:.0%} may fail); "
-                "grade the stored answers alone to see which"
+                f"{self.name}: the grader failed on {failed} of {judged} answers (at most {self.most_errors:.0%} may "
+                "fail); evaluate.py --regrade shows which"
             )
         return rewards
 
@@ -146,12 +155,19 @@ class Row:
         """A DataError that names this row."""
         return DataError(self.path, self.line, message)
 
-    def text(self, field: str) -> str:
-        """The field, which must be there and hold a text that is not blank."""
+    def text(self, field: str, blank: bool = False) -> str:
+        """The field, which must be there and hold a text, not a blank one unless `blank`."""
         value = self.values.get(field)
-        if not isinstance(value, str) or not value.strip():
+        if not isinstance(value, str) or not (blank or value.strip()):
             raise self.error(f"{field} = {_shown(self.values, field)} should be a text")
         return self.unicode(field, value)
+
+    def integer(self, field: str) -> int:
+        """The field, which must be there and hold a whole number."""
+        value = self.values.get(field)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.error(f"{field} = {_shown(self.values, field)} should be a whole number")
+        return value
 
     def unicode(self, field: str, value: str) -> str:
         """`value`, which must hold no half of a surrogate pair: no tokenizer takes one."""

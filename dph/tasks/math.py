@@ -46,18 +46,31 @@ class MathTask(Task):
         options: none but `limit`.
         data: system, instruction, fields, strict, grader_timeout, grader_workers.
         seed, folder: not used.
+        stored: as in load_task; the columns of the gold answer are those of any data set.
     """
 
-    def __init__(self, where: str, options: dict[str, str], data: "DataConfig", seed: int = 0, folder: Path = Path()):
+    def __init__(
+        self,
+        where: str,
+        options: dict[str, str],
+        data: "DataConfig",
+        seed: int = 0,
+        folder: Path = Path(),
+        stored: Sequence[Row] | None = None,
+    ):
         known_options(f"math:{where}", options, ())
-        rows = read_rows(Path(where))
-        super().__init__(f"math:{where}", [_prompt(index, row, data) for index, row in enumerate(rows)])
+        super().__init__(f"math:{where}")
+        for index, row in enumerate(read_rows(Path(where)) if stored is None else stored):
+            messages = _question(row, data) if stored is None else ()
+            gold, unit = _answer(row, data), row.values.get("unit")
+            unit = {"unit": unit.strip()} if isinstance(unit, str) and unit.strip() else {}
+            self.items.append(Prompt(index, messages, gold, {"line": row.line, **unit}))
         self.strict = data.strict
         self.pool = GraderPool("dph.tasks.math:judge", data.grader_workers, data.grader_timeout)
 
     def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
         """Grades a batch; only what neither texts nor numbers decide goes to the workers, and once each."""
-        jobs = [(prompt.gold, self._answer(prompt, text)) for prompt, text in pairs]
+        jobs = [(prompt.gold, self._extract(prompt, text)) for prompt, text in pairs]
         outcomes: dict[tuple[str, str | None], Outcome] = {}
         undecided = []
         for gold, answer in dict.fromkeys(jobs):
@@ -70,7 +83,11 @@ class MathTask(Task):
             outcomes[job] = verdict.value if verdict.outcome == "ok" else verdict.outcome
         return self.counted([Reward.of(outcomes[job], job[1]) for job in jobs])
 
-    def _answer(self, prompt: Prompt, text: str) -> str | None:
+    def record(self, prompt: Prompt) -> dict[str, Any]:
+        """Gold answer and unit, if any."""
+        return {"answer": prompt.gold, **({"unit": prompt.meta["unit"]} if "unit" in prompt.meta else {})}
+
+    def _extract(self, prompt: Prompt, text: str) -> str | None:
         answer, unit = extract(text, self.strict), prompt.meta.get("unit")
         return without_unit(answer, unit) if answer and unit else answer
 
@@ -82,39 +99,41 @@ class MathTask(Task):
 # ---- rows --------------------------------------------------------------------------------------------------------
 
 
-def _prompt(index: int, row: Row, data: "DataConfig") -> Prompt:
-    messages, gold = _read(row, data)
-    meta: dict[str, Any] = {"line": row.line}
-    unit = row.values.get("unit")
-    if isinstance(unit, str) and unit.strip():
-        meta["unit"] = unit.strip()
-    return Prompt(index, messages, gold, meta)
-
-
-def _read(row: Row, data: "DataConfig") -> tuple[tuple[dict[str, str], ...], str]:
-    """Messages and gold answer of a row, whichever data set it is of."""
+def _question(row: Row, data: "DataConfig") -> tuple[dict[str, str], ...]:
+    """Messages of a row, whichever data set it is of."""
+    values = row.values
     if data.fields:
-        prompt, answer = data.fields.get("prompt", "prompt"), data.fields.get("answer", "answer")
-        return _messages(row, prompt, data), _gold(row, answer, row.values.get(answer))
-    if "reward_model" in row.values:
-        return _messages(row, "prompt", data), _gold(row, "reward_model.ground_truth", ground_truth(row))
-    if "Body" in row.values:  # SVAMP
+        return _messages(row, data.fields.get("prompt", "prompt"), data)
+    if "reward_model" in values:
+        return _messages(row, "prompt", data)
+    if "Body" in values:  # SVAMP
         body = row.text("Body").strip()
         question = f"{body if body.endswith(('.', '?', '!')) else body + '.'} {row.text('Question').strip()}"
-        return chat(question, data.system, data.instruction), _gold(row, "Answer", row.values.get("Answer"))
-    if "target" in row.values:  # MultiArith
-        return _messages(row, "input", data), _gold(row, "target", row.values["target"])
-    field = "problem" if "problem" in row.values else "question"
-    if "final_answer" in row.values:  # OlympiadBench: a list, of more than one text where several answers are asked
-        context = row.text("context") + "\n" if row.values.get("context") else ""
-        answers = row.values["final_answer"]
+        return chat(question, data.system, data.instruction)
+    if "target" in values:  # MultiArith
+        return _messages(row, "input", data)
+    field = "problem" if "problem" in values else "question"
+    if "final_answer" in values and values.get("context"):  # OlympiadBench
+        return chat(f"{row.text('context')}\n{row.text(field)}", data.system, data.instruction)
+    return _messages(row, field, data)
+
+
+def _answer(row: Row, data: "DataConfig") -> str:
+    """Gold answer of a row, whichever data set it is of; it needs no question."""
+    values = row.values
+    if data.fields:
+        field = data.fields.get("answer", "answer")
+        return _gold(row, field, values.get(field))
+    if "reward_model" in values:
+        return _gold(row, "reward_model.ground_truth", ground_truth(row))
+    if "final_answer" in values:  # OlympiadBench: a list, of more than one text where several answers are asked
+        answers = values["final_answer"]
         if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
             raise row.error(f"final_answer = {answers!r} should be a list of texts")
-        joined = ", ".join(answers)
-        return chat(context + row.text(field), data.system, data.instruction), _gold(row, "final_answer", joined)
-    # Minerva and the original MATH have no answer of its own.
-    answer = "solution" if "answer" not in row.values and "solution" in row.values else "answer"
-    return _messages(row, field, data), _gold(row, answer, row.values.get(answer))
+        return _gold(row, "final_answer", ", ".join(answers))
+    # MultiArith has a target, SVAMP an Answer; Minerva and the original MATH have none of its own.
+    field = next((name for name in ("target", "answer", "Answer", "solution") if name in values), "answer")
+    return _gold(row, field, values.get(field))
 
 
 def _messages(row: Row, field: str, data: "DataConfig") -> tuple[dict[str, str], ...]:
@@ -124,15 +143,14 @@ def _messages(row: Row, field: str, data: "DataConfig") -> tuple[dict[str, str],
 
 
 def _gold(row: Row, field: str, value: Any) -> str:
-    """The gold answer of a text or number: after its ####, else its last box, else all of it."""
+    """The gold answer of a text or number: what follows its ####, if any, and of that the last box, if any."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise row.error(f"{field} = {value!r} should be a text or a number")
     text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-    if "####" in text:
-        text = text.rpartition("####")[2]
-    elif (boxed := last_box(text)) is not None:
+    hashes, text = text.rpartition("####")[1:]
+    if (boxed := last_box(text)) is not None:
         text = boxed
-    elif field == "solution":
+    elif field == "solution" and not hashes:
         raise row.error("solution holds no \\boxed answer, and there is no field answer")
     if not plain(text):  # nothing, as would be an answer of nothing
         raise row.error(f"{field} = {value!r} holds no answer")

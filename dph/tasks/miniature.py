@@ -23,7 +23,7 @@ from typing import Any
 
 from dph.config import DataConfig
 from dph.errors import UserError
-from dph.tasks.base import Prompt, Reward, Task, chat, known_options, whole_number
+from dph.tasks.base import Prompt, Reward, Row, Task, chat, known_options, whole_number
 from dph.tasks.miniature_world import (
     CROSS,
     DATABASES,
@@ -57,12 +57,21 @@ class MiniatureTask(Task):
         data: its grader_timeout bounds a query; system and instruction must be empty.
         seed: of the world.
         folder: the runs' folder, where the databases lie.
+        stored: as in load_task; `answer` is the gold query or number, `database` the place's name, `seed` the world's.
 
     Raises:
         UserError: an unknown set, option or value.
     """
 
-    def __init__(self, where: str, options: dict[str, str], data: DataConfig, seed: int, folder: Path) -> None:
+    def __init__(
+        self,
+        where: str,
+        options: dict[str, str],
+        data: DataConfig,
+        seed: int,
+        folder: Path,
+        stored: Sequence[Row] | None = None,
+    ) -> None:
         source = f"miniature:{where}"
         if where not in COUNTS:
             raise UserError(f"source {source!r}: unknown set {where!r}; known: {', '.join(COUNTS)}")
@@ -72,8 +81,11 @@ class MiniatureTask(Task):
             if value := getattr(data, name):
                 raise UserError(f"data.{name} = {value!r} should be empty: the miniature knows no words but its own")
         self.seconds, self.cache = data.grader_timeout, ResultCache()
-        self.databases = write_databases(folder, seed)
+        self.seed, self.databases = seed, write_databases(folder, seed)
         super().__init__(source)
+        if stored is not None:
+            self.items = [self._stored(index, row) for index, row in enumerate(stored)]
+            return
         for question in self._questions(where, seed):
             self.items.append(self._prompt(len(self.items), question, seed))
             if len(self.items) == count:
@@ -111,6 +123,17 @@ class MiniatureTask(Task):
             return Prompt(index, chat(question.text, "", ""), sum_of(question), meta)
         meta |= {"style": gold_style(question, seed)}
         return Prompt(index, chat(question.text, "", ""), joined(gold_query(question, seed)), meta)
+
+    def _stored(self, index: int, row: Row) -> Prompt:
+        database = row.text("database")
+        if database not in (*self.databases, "arithmetic"):
+            raise row.error(f"database = {database!r} should be arithmetic or one of {', '.join(self.databases)}")
+        gold = row.integer("answer") if database == "arithmetic" else row.text("answer")
+        return Prompt(index, (), gold, {"database": database})
+
+    def record(self, prompt: Prompt) -> dict[str, Any]:
+        """The world's seed, the database's name there, and the gold query or number."""
+        return {"seed": self.seed, "database": prompt.meta["database"], "answer": prompt.gold}
 
     def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
         """1 for equal bags of rows or an exact number, else 0; `extracted` is the query or the number."""

@@ -41,17 +41,30 @@ class SQLTask(Task):
         data: system, instruction, fields, strict, db_root, sql_match (where a row has no cmp_method), grader_timeout,
             grader_workers.
         seed, folder: not used.
+        stored: as in load_task; a row needs no question.
     """
 
-    def __init__(self, where: str, options: dict[str, str], data: "DataConfig", seed: int = 0, folder: Path = Path()):
+    def __init__(
+        self,
+        where: str,
+        options: dict[str, str],
+        data: "DataConfig",
+        seed: int = 0,
+        folder: Path = Path(),
+        stored: Sequence[Row] | None = None,
+    ):
         known_options(f"sql:{where}", options, ())
         if not Path(data.db_root).is_dir() or not data.db_root:
             raise UserError(f"data.db_root = {data.db_root!r} should be the folder of the databases of sql:{where}")
         self.path, self.data = Path(where), data
         schemas: dict[str, str] = {}
-        rows = enumerate(read_rows(self.path))
-        super().__init__(f"sql:{where}", [_prompt(index, row, data, schemas) for index, row in rows])
-        self.pool = GraderPool("dph.tasks.sql:judge", data.grader_workers, data.grader_timeout + GRACE)
+        super().__init__(f"sql:{where}")
+        for index, row in enumerate(read_rows(self.path) if stored is None else stored):
+            gold = _gold(row, data)
+            messages = _question(row, data, gold["database"], schemas) if stored is None else ()
+            self.items.append(Prompt(index, messages, gold, {"line": row.line}))
+        # A worker may have to run the gold query on top of the answer's; `check` learns how long that takes.
+        self.pool = GraderPool("dph.tasks.sql:judge", data.grader_workers, 2 * data.grader_timeout + GRACE)
 
     def check(self) -> None:
         """Runs every gold query; a DataError names the first row whose query fails or takes too long."""
@@ -73,6 +86,11 @@ class SQLTask(Task):
         verdicts: dict[tuple[int, str | None], Verdict] = {}
         verdicts.update(zip(jobs, self.pool.run(list(jobs.values())), strict=True))
         return self.counted([_reward(verdicts.get((prompt.index, query)), query) for prompt, query in asked])
+
+    def record(self, prompt: Prompt) -> dict[str, Any]:
+        """Database, its path taken from db_root, gold query and comparison."""
+        database = os.path.relpath(prompt.gold["database"], self.data.db_root)
+        return {"db_id": database, "query": prompt.gold["query"], "cmp_method": prompt.gold["match"]}
 
     def nondeterministic(self) -> list[Prompt]:
         """The prompts whose gold result SQLite may give otherwise another day: ties under LIMIT, orders left open."""
@@ -143,31 +161,34 @@ def judge(job: dict[str, Any]) -> dict[str, Any]:
 # ---- rows --------------------------------------------------------------------------------------------------------
 
 
-def _prompt(index: int, row: Row, data: "DataConfig", schemas: dict[str, str]) -> Prompt:
-    if "reward_model" in row.values and not data.fields:
-        truth = ground_truth(row)
-        if not isinstance(truth, dict):
-            raise row.error(f"reward_model.ground_truth = {truth!r} should be {{db_id, gold_sql, cmp_method}}")
-        gold = Row(row.path, row.line, truth)
-        query, match = gold.text("gold_sql"), truth.get("cmp_method", data.sql_match)
-        database = find_database(gold, data.db_root)
-        messages = chat_messages(row, "prompt", data.system)
-    else:
-        answer = data.fields.get("answer") or ("query" if "query" in row.values else "SQL")
-        query, match = row.text(answer), data.sql_match
-        database = find_database(row, data.db_root)
-        prompt = data.fields.get("prompt", "question")
-        if isinstance(row.values.get(prompt), list):
-            messages = chat_messages(row, prompt, data.system)
-        else:
-            if database not in schemas:
-                schemas[database] = schema(database)
-            hint = f"\nHint: {evidence}" if isinstance(evidence := row.values.get("evidence"), str) and evidence else ""
-            question = f"Database schema (SQLite):\n{schemas[database]}\n\nQuestion: {row.text(prompt)}{hint}"
-            messages = chat(question, data.system, data.instruction or INSTRUCTION)
+def _gold(row: Row, data: "DataConfig") -> dict[str, str]:
+    """Database, query and comparison of a row; it needs no question."""
+    values, answer = row.values, data.fields.get("answer") or ("query" if "query" in row.values else "SQL")
+    if _is_verl(row, data):
+        values, answer = ground_truth(row), "gold_sql"
+        if not isinstance(values, dict):
+            raise row.error(f"reward_model.ground_truth = {values!r} should be {{db_id, gold_sql, cmp_method}}")
+    match = values.get("cmp_method", data.sql_match)
     if match not in MATCHES:
         raise row.error(f"cmp_method = {match!r} should be one of {', '.join(MATCHES)}")
-    return Prompt(index, messages, {"database": database, "query": query, "match": match}, {"line": row.line})
+    gold = Row(row.path, row.line, values)
+    return {"query": gold.text(answer), "database": find_database(gold, data.db_root), "match": match}
+
+
+def _question(row: Row, data: "DataConfig", database: str, schemas: dict[str, str]) -> tuple[dict[str, str], ...]:
+    """Messages of a row, as they stand there or made of its database's schema, which `schemas` keeps."""
+    prompt = "prompt" if _is_verl(row, data) else data.fields.get("prompt", "question")
+    if _is_verl(row, data) or isinstance(row.values.get(prompt), list):
+        return chat_messages(row, prompt, data.system)
+    if database not in schemas:
+        schemas[database] = schema(database)
+    hint = f"\nHint: {evidence}" if isinstance(evidence := row.values.get("evidence"), str) and evidence else ""
+    question = f"Database schema (SQLite):\n{schemas[database]}\n\nQuestion: {row.text(prompt)}{hint}"
+    return chat(question, data.system, data.instruction or INSTRUCTION)
+
+
+def _is_verl(row: Row, data: "DataConfig") -> bool:
+    return "reward_model" in row.values and not data.fields
 
 
 def find_database(row: Row, db_root: str) -> str:
