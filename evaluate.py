@@ -3,21 +3,32 @@
 Greedy, pass@1 and pass@k with intervals, keep and explore against the first model: a table, JSON, a pass@k picture.
 A MODEL is a folder in Hugging Face layout, a hub name or `miniature`; without one, the config's model and the newest
 checkpoint of its run are taken.
+
+Without a model, and without a CONFIG if its [data] is not wanted (docs/graders.md):
+  evaluate.py --regrade FILE.jsonl [--task math|sql] [--db-root DIR]   grades stored answers, e.g. a run's samples.jsonl
+  evaluate.py --check SOURCE [--db-root DIR]                           lists gold queries whose result is left open
 """
 
 import argparse
+from dataclasses import replace
+from pathlib import Path
 
 from dph.answering import tokenize
 from dph.checkpoint import checkpoints
-from dph.cli import load_policy, open_task, run_command, set_up
+from dph.cli import config_argument, load_policy, open_task, run_command, set_up
 from dph.config import Config
 from dph.errors import UserError
 from dph.evaluation import evaluate_model
 from dph.plots import plot_pass_at_k, table
+from dph.tasks.regrade import check, regrade, show
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:
     """Evaluates every model on every set."""
+    if arguments.regrade or arguments.check:
+        return _without_a_model(config, arguments)
+    if arguments.config is None:
+        raise UserError("name a CONFIG, or --regrade FILE, or --check SOURCE")
     device = set_up(config)
     if not config.data.eval:
         raise UserError('data.eval = [] names no evaluation set, e.g. data.eval = ["math:gsm8k/test.jsonl"]')
@@ -44,8 +55,23 @@ def _names(paths: list[str]) -> list[str]:
     raise UserError(f"the same model is named twice: {' '.join(paths)}")
 
 
+def _without_a_model(config: Config, arguments: argparse.Namespace) -> None:
+    data = replace(config.data, db_root=arguments.db_root or config.data.db_root)
+    settings = (data, config.run.seed, Path(config.run.folder))
+    if arguments.check:
+        show(check(arguments.check, *settings))
+    else:
+        show(regrade(Path(arguments.regrade), arguments.task, *settings))
+
+
 def _arguments(parser: argparse.ArgumentParser) -> None:
+    config_argument(parser, nargs="?")
     parser.add_argument("models", nargs="*", metavar="MODEL", help="models to evaluate; the first is the base")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--regrade", metavar="FILE", help="grade the stored answers of a JSON Lines file instead")
+    instead.add_argument("--check", metavar="SOURCE", help="list gold queries with ties under LIMIT instead")
+    parser.add_argument("--task", choices=("math", "sql"), help="--regrade: what the rows are; else their own source")
+    parser.add_argument("--db-root", metavar="DIR", help="--regrade, --check: short for --data.db_root=DIR")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,12 +17,17 @@ from dph.tasks import Task, load_task
 from dph.tokenizer import load_tokenizer
 
 
+def config_argument(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """Declares CONFIG."""
+    parser.add_argument("config", help="a TOML file, e.g. configs/quickstart.toml", **options)
+
+
 def run_command(
     main: Callable[[Config, argparse.Namespace], None],
     description: str,
-    extend: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    declare: Callable[[argparse.ArgumentParser], None] = config_argument,
 ) -> None:
-    """Parses CONFIG and --section.key=value, calls `main`, and turns a user's mistake into one line and exit code 2."""
+    """Parses what `declare` declares and --section.key=value, calls `main`; a user's mistake is one line and exit 2."""
     parser = argparse.ArgumentParser(
         description=description,
         usage="%(prog)s CONFIG [options] [--section.key=value ...]",
@@ -29,8 +35,7 @@ def run_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("config", help="a TOML file, e.g. configs/quickstart.toml")
-    extend(parser)
+    declare(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments, overrides = parser.parse_known_intermixed_args()
     try:

@@ -11,7 +11,7 @@ import torch
 import evaluate
 import presample
 import train
-from dph.cli import run_command
+from dph.cli import config_argument, run_command
 from tests.helpers import tiny_folder
 
 COMMANDS = {"train": train, "presample": presample, "evaluate": evaluate}
@@ -25,10 +25,10 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     def run(command: str, *arguments: object) -> tuple[int, str, str]:
         module = COMMANDS[command]
         monkeypatch.setattr(sys, "argv", [f"{command}.py", *map(str, arguments)])
-        extend = getattr(module, "_arguments", lambda parser: None)
+        declare = getattr(module, "_arguments", config_argument)
         code = 0
         try:
-            run_command(module.main, str(module.__doc__), extend)
+            run_command(module.main, str(module.__doc__), declare)
         except SystemExit as stop:
             code = int(stop.code or 0)
         out = capsys.readouterr()
