@@ -20,6 +20,7 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     run = open_run(config)
     policy = load_policy(config.model.path, config, device)
     presample(policy, tokenize(task, policy.tokenizer, config), config)
+    task.close()
     report = json.loads((run / "presample" / "report.json").read_text(encoding="utf-8"))
     for name in ("prompts", "near_perfect", "d_pef", "d_exp", "rehearsal_answers", "pass@1", "correct_of_k"):
         print(f"{name:18} {report[name]}")

@@ -40,6 +40,8 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     trainer = Trainer(config, policy, data, partition, reference, sets)
     trainer.collector.replay = arguments.replay
     trainer.run()
+    for each in (task, *exams):
+        each.close()
     if reports:
         reports.append(evaluate_model(policy, sets, config, config.run.name))
         print(table(reports, base="base"))

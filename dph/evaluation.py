@@ -114,7 +114,10 @@ def summarise(result: Mapping[str, Any], ks: Sequence[int]) -> dict[str, Any]:
 
 def evaluate_model(policy: Policy, sets: Sequence[PromptSet], config: Config, name: str) -> dict[str, Any]:
     """A full evaluation of one model, written to RUN/evaluation/NAME.json."""
-    results = [evaluate(policy, data, config, config.eval.samples, config.eval.greedy)[0] for data in sets]
+    results = []
+    for data in sets:
+        results.append(evaluate(policy, data, config, config.eval.samples, config.eval.greedy)[0])
+        data.task.close()
     report = {"model": name, "sets": {r["source"]: {**r, "summary": summarise(r, config.eval.k)} for r in results}}
     folder = config.run_folder / "evaluation"
     folder.mkdir(parents=True, exist_ok=True)
