@@ -1,4 +1,6 @@
-"""Tables and pictures, all made from the files that a run leaves: python -m dph.plots RUN draws them again."""
+"""Tables and pictures. python -m dph.plots RUN draws a run's again from the files it left;
+python -m dph.plots generators FILE.png draws f(u) and the pull u f'(u) of every generator (E1, E2).
+"""
 
 import json
 import sys
@@ -10,7 +12,9 @@ import matplotlib
 
 matplotlib.use("Agg")  # files only; no screen is needed
 import matplotlib.pyplot as plt
+import torch
 
+from dph.divergences import GENERATORS, make_divergence
 from dph.evaluation import interval, keep_explore, pass_at_k
 
 Report = Mapping[str, Any]
@@ -101,7 +105,28 @@ def plot_run(run: Path) -> list[Path]:
     return pictures
 
 
+def plot_generators(path: Path) -> Path:
+    """f(u) and the weight u f'(u) on grad log pi_theta against log u, for every generator."""
+    log_u = torch.linspace(-8, 3, 400, dtype=torch.float64)
+    figure, (values, pulls) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for number, name in enumerate(GENERATORS):
+        divergence = make_divergence(name, alpha=0.5, skew=0.2)
+        style = {"label": name, "linewidth": 1.4, "linestyle": "-" if number < 5 else "--"}
+        values.plot(log_u, divergence.f(log_u), **style)
+        pulls.plot(log_u, log_u.exp() * divergence.derivative(log_u), **style)
+    values.set(title="f(u)", xlabel="log u", ylim=(-0.1, 6))
+    pulls.set(title="u f'(u): below 0 a forgotten token is pulled back", xlabel="log u", ylim=(-3, 3))
+    for panel in (values, pulls):
+        panel.axvline(0, color="gray", linewidth=0.6)
+        panel.grid(alpha=0.3)
+    values.legend(fontsize=8)
+    return _save(figure, path)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m dph.plots RUN")
-    print("\n".join(map(str, plot_run(Path(sys.argv[1])))))
+    if len(sys.argv) == 3 and sys.argv[1] == "generators":
+        print(plot_generators(Path(sys.argv[2])))
+    elif len(sys.argv) == 2:
+        print("\n".join(map(str, plot_run(Path(sys.argv[1])))))
+    else:
+        sys.exit("usage: python -m dph.plots RUN | generators FILE.png")

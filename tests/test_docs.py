@@ -1,0 +1,40 @@
+"""The documents keep their word: links lead somewhere, functions and tests that they name exist."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_links_lead_to_files_that_exist(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_named_tests_exist(path: Path) -> None:
+    for name, test in re.findall(r"`(?:tests/)?(test_\w+\.py)::(test_\w+)`", path.read_text(encoding="utf-8")):
+        assert f"def {test}(" in (ROOT / "tests" / name).read_text(encoding="utf-8"), f"{name}::{test}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_named_functions_exist(path: Path) -> None:
+    modules = "|".join(p.stem for p in (ROOT / "dph").glob("*.py") if p.stem != "__init__")
+    for module, name in re.findall(rf"`({modules})\.(\w+)`", path.read_text(encoding="utf-8")):
+        assert hasattr(importlib.import_module(f"dph.{module}"), name), f"{module}.{name}"
+
+
+def test_every_document_is_reached_from_the_readme() -> None:
+    reached = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [p.name for p in (ROOT / "docs").glob("*.md") if f"docs/{p.name}" not in reached] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_configs_and_commands_named_exist(path: Path) -> None:
+    for name in re.findall(r"(?:configs|benchmarks|examples)/[\w]+\.(?:toml|py|sh)", path.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), name
