@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dph.config import Config, to_toml
 from dph.errors import UserError
@@ -22,16 +23,8 @@ from dph.model import Decoder, load_model, save_model
 from dph.tokenizer import Tokenizer
 
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
-FREE = (
-    "run.folder",
-    "run.device",
-    "run.threads",
-    "run.tensorboard",
-    "train.steps",
-    "train.save_every",
-    "train.keep_last",
-    "eval.",
-)
+FREE = ("run.folder", "run.device", "run.threads", "run.tensorboard", "train.save_every", "train.keep_last", "eval.")
+FREE += ("train.steps",)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -77,12 +70,7 @@ def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(
-    run: Path,
-    model: Decoder,
-    tokenizer: Tokenizer,
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
-    keep: int,
+    run: Path, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, state: Mapping[str, Any], keep: int
 ) -> Path:
     """Writes checkpoints/step-N, N = state["step"], and deletes all but the newest `keep`."""
     folder = run / "checkpoints" / f"step-{state['step']}"
@@ -109,7 +97,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[str, Any]:
     """Copies a checkpoint's weights and moments into place and returns its state."""
     saved = load_model(folder, next(model.parameters()).dtype)
     for weight, loaded in zip(model.parameters(), saved.parameters(), strict=True):
