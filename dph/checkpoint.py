@@ -23,7 +23,15 @@ from dph.model import Decoder, load_model, save_model
 from dph.tokenizer import Tokenizer
 
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
-FREE = ("run.folder", "run.device", "run.threads", "run.tensorboard", "train.save_every", "train.keep_last", "eval.")
+FREE: tuple[str, ...] = (
+    "run.folder",
+    "run.device",
+    "run.threads",
+    "run.tensorboard",
+    "train.save_every",
+    "train.keep_last",
+    "eval.",
+)
 FREE += ("train.steps",)
 
 

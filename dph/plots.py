@@ -1,5 +1,6 @@
 """Tables and pictures. python -m dph.plots RUN draws a run's again from the files it left;
-python -m dph.plots generators FILE.png draws f(u) and the pull u f'(u) of every generator (E1, E2).
+python -m dph.plots generators FILE.png draws f(u) and the pull u f'(u) of every generator (E1, E2), fits FILE.png what
+each divergence makes of three modes.
 """
 
 import json
@@ -123,10 +124,35 @@ def plot_generators(path: Path) -> Path:
     return _save(figure, path)
 
 
+def plot_fits(path: Path) -> Path:
+    """A single bump fitted to three modes by gradient descent on each exact divergence: covering against seeking."""
+    x = torch.linspace(-9, 9, 181, dtype=torch.float64)
+    modes = [(-5.5, 0.6, 0.3), (0.3, 0.8, 0.45), (6.0, 0.5, 0.25)]  # centre, width, weight
+    ref = torch.stack([w * torch.exp(-0.5 * ((x - m) / s) ** 2) / s for m, s, w in modes]).sum(0)
+    log_ref = (ref / ref.sum()).log()
+    figure, panels = plt.subplots(1, 5, figsize=(15, 2.8), sharey=True, layout="constrained")
+    for panel, name in zip(panels, ("forward_kl", "jeffreys", "alpha", "js", "reverse_kl"), strict=True):
+        divergence = make_divergence(name, alpha=0.5)
+        centre, log_width = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (0.8, 0.0))
+        optimizer = torch.optim.Adam([centre, log_width], lr=0.02)
+        for _ in range(1500):
+            log_theta = (-0.5 * ((x - centre) / log_width.exp()) ** 2).log_softmax(0)
+            loss = (log_ref.exp() * divergence.f(log_theta - log_ref)).sum()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+        panel.fill_between(x, log_ref.exp(), alpha=0.3, label="pi_ref")
+        panel.plot(x, log_theta.detach().exp(), label="pi_theta")
+        panel.set(title=f"{name}, D = {loss.item():.2f}")
+    panels[0].legend(fontsize=8)
+    return _save(figure, path)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1] == "generators":
-        print(plot_generators(Path(sys.argv[2])))
+    drawings = {"generators": plot_generators, "fits": plot_fits}
+    if len(sys.argv) == 3 and sys.argv[1] in drawings:
+        print(drawings[sys.argv[1]](Path(sys.argv[2])))
     elif len(sys.argv) == 2:
         print("\n".join(map(str, plot_run(Path(sys.argv[1])))))
     else:
-        sys.exit("usage: python -m dph.plots RUN | generators FILE.png")
+        sys.exit("usage: python -m dph.plots RUN | generators FILE.png | fits FILE.png")
