@@ -7,6 +7,8 @@ import pytest
 
 from dph.config import Config, describe, load_config, to_toml
 from dph.errors import UserError
+from dph.tasks import TASKS
+from dph.tasks.base import parse_source
 
 
 def write(folder: Path, text: str, name: str = "c.toml") -> Path:
@@ -81,7 +83,17 @@ def test_help_names_every_key() -> None:
     assert all(f"--{line}=" in text for line in ("loss.eta", "data.train", "eval.k", "presample.confirm"))
 
 
-def test_every_committed_config_loads() -> None:
-    paths = sorted(Path("configs").glob("*.toml"))
-    assert paths
-    assert len({load_config(path).run.name for path in paths}) == len(paths), "two configs would share a run folder"
+CONFIGS = sorted(Path("configs").glob("*.toml"))
+
+
+def test_no_two_committed_configs_share_a_run_folder() -> None:
+    names = [load_config(path).run.name for path in CONFIGS]
+    assert len(set(names)) == len(names) > 0
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_committed_config_loads_and_names_known_tasks(path: Path) -> None:
+    data = load_config(path).data
+    for source in (data.train, *data.eval):
+        assert parse_source(source).task in TASKS
+        assert not source.startswith("sql:") or data.db_root
