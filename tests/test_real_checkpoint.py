@@ -1,0 +1,39 @@
+"""A real checkpoint ($DPH_CHECKPOINT, e.g. SmolLM2-135M-Instruct): run with -m checkpoint."""
+
+import os
+
+import pytest
+import torch
+
+from dph.model import load_model
+from dph.rollouts import collate, token_logprobs
+from dph.sampler import Request, Settings, sample
+from dph.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.checkpoint
+QUESTIONS = [
+    "What is the capital of France?", "Add 3 and 4.", "Name three colours.", "Why is the sky blue?",
+    "Write a haiku about rain.", "What is 7 times 8?", "Who wrote Hamlet?", "Translate 'good morning' into Spanish.",
+    "List two prime numbers.", "How do plants make food?", "Give a synonym of happy.", "What is water made of?",
+    "Tell me a joke.", "How many days has a week?", "Explain gravity in one sentence, please.", "Count to five.",
+]  # fmt: skip
+
+
+def test_greedy_answers_to_sixteen_chats_equal_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = os.environ["DPH_CHECKPOINT"]
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    prompts = [tokenizer.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    requests = [Request(i, tokens, [0]) for i, tokens in enumerate(prompts)]
+    ours = sample(model, requests, Settings((0, 0, 0), tokenizer.end_ids, 64, temperature=0.0, max_rows=8))
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, got in zip(prompts, ours, strict=True):
+        with torch.inference_mode():
+            theirs = oracle.generate(
+                torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=list(tokenizer.end_ids)
+            )
+        assert got.tokens == theirs[0, len(prompt) :].tolist()
+    batch = collate(ours, "cpu")
+    with torch.no_grad():
+        scored = token_logprobs(model, batch, 1.0).logprobs
+    torch.testing.assert_close(scored, batch.logprobs, atol=2e-4, rtol=0)
