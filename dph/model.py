@@ -21,14 +21,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dph.errors import UserError
+from dph.errors import UserError, read_json
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-ROPES = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
 SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-Device = torch.device | str
-YARN = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # all optional
+# What a config, and the RoPE settings in it, may say or leave out: another value asks for more than is here.
+ONLY: dict[str, Any] = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, "attention_dropout": 0}
+ONLY |= {"quantization_config": None, "partial_rotary_factor": 1}
+ONLY |= {"truncate": True, "attention_factor": None, "mscale": None}
+LENGTH = "original_max_position_embeddings"
+ROPES = {"default": [], "linear": ["factor"], "llama3": ["factor", LENGTH, "low_freq_factor", "high_freq_factor"]}
+ROPES |= {"yarn": ["factor", LENGTH, "beta_fast", "beta_slow"]}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+Device = torch.device | str
 
 
 @dataclass(frozen=True)
@@ -43,38 +48,34 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
     rope: dict[str, Any]  # rope_type, rope_theta and what the type needs, whichever way config.json spelled them
-    source: dict[str, Any] = field(repr=False)  # config.json as it was read
+    source: dict[str, Any] = field(repr=False)  # config.json as it was read, with `architectures`
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
         """Read the contents of a config.json. UserError: a key is missing, out of range or asks for the unsupported."""
-        _refuse_unsupported(data)
+        if (kind := data.get("model_type")) not in list(ARCHITECTURES):
+            raise UserError(f"config.json: model_type is {kind!r}; supported are {', '.join(ARCHITECTURES)}")
         sizes = {key: _positive(data, key) for key in SIZES}
         heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-        config = cls(
-            model_type=data["model_type"],
-            num_key_value_heads=_positive(data, "num_key_value_heads", default=heads),
-            head_dim=_positive(data, "head_dim", default=hidden // heads),
-            max_position_embeddings=_positive(data, "max_position_embeddings"),
+        only = ONLY | {"architectures": [ARCHITECTURES[kind]], LENGTH: None}
+        only["layer_types"] = ["full_attention"] * sizes["num_hidden_layers"]
+        only |= {} if kind == "qwen2" else {"attention_bias": False}  # Qwen2 has its biases whatever the config says
+        _refuse_others(data, only)
+        sizes["num_key_value_heads"] = groups = _positive(data, "num_key_value_heads", default=heads)
+        sizes["head_dim"] = dim = _positive(data, "head_dim", default=hidden // heads)
+        if heads % groups or dim % 2:
+            raise UserError(f"config.json: num_key_value_heads {groups} must divide {heads}, head_dim {dim} be even")
+        return cls(
+            model_type=kind,
             rms_norm_eps=_positive(data, "rms_norm_eps", float, default=1e-6),
             tie_word_embeddings=bool(data.get("tie_word_embeddings")),
             rope=_rope_parameters(data),
-            source={**data, "architectures": [ARCHITECTURES[data["model_type"]]]},
+            source={**data, "architectures": only["architectures"]},
             **sizes,
         )
-        if heads % config.num_key_value_heads:
-            raise UserError(f"config.json: num_key_value_heads is {config.num_key_value_heads}; it must divide {heads}")
-        if config.head_dim % 2:
-            raise UserError(f"config.json: head_dim is {config.head_dim}; it must be even")
-        return config
-
-    def to_dict(self) -> dict[str, Any]:
-        """The contents of config.json: what was read, with `architectures` filled in."""
-        return dict(self.source)
 
 
 def _positive(data: dict[str, Any], key: str, kind: type[float] = int, default: float | None = None) -> Any:
@@ -84,17 +85,10 @@ def _positive(data: dict[str, Any], key: str, kind: type[float] = int, default: 
     return value
 
 
-def _refuse_unsupported(data: dict[str, Any]) -> None:
-    if (kind := data.get("model_type")) not in list(ARCHITECTURES):
-        raise UserError(f"config.json: model_type is {kind!r}; supported are {', '.join(ARCHITECTURES)}")
-    only = {"architectures": [ARCHITECTURES[kind]], "hidden_act": "silu", "use_sliding_window": False}
-    only |= {"mlp_bias": False, "attention_dropout": 0, "partial_rotary_factor": 1, "quantization_config": None}
-    only |= {} if kind == "qwen2" else {"attention_bias": False}  # Qwen2 has its biases whatever the config says
+def _refuse_others(data: dict[str, Any], only: dict[str, Any]) -> None:
     for key, value in only.items():
         if data.get(key) not in (None, value):
             raise UserError(f"config.json: {key} is {data[key]!r}; only {value!r} is supported")
-    if not isinstance(layers := data.get("layer_types") or [], list) or {*map(str, layers)} - {"full_attention"}:
-        raise UserError(f"config.json: layer_types is {layers!r}; only full_attention is supported")
 
 
 def _rope_parameters(data: dict[str, Any]) -> dict[str, Any]:
@@ -103,51 +97,27 @@ def _rope_parameters(data: dict[str, Any]) -> dict[str, Any]:
     kind = spelled.get("rope_type", spelled.get("type", "default")) if isinstance(spelled, dict) else None
     if kind not in list(ROPES) or any(isinstance(value, dict) for value in spelled.values()):  # dicts: one RoPE a layer
         raise UserError(f"config.json: the rope_type of {spelled!r} is not supported; {', '.join(ROPES)} are")
-    rope = {"rope_theta": data.get("rope_theta", 10_000.0), **spelled, "rope_type": kind}
-    original = "original_max_position_embeddings"
-    rope[original] = data.get(original) or rope.get(original) or data.get("max_position_embeddings")
-    for key in ("rope_theta", original, *ROPES[kind], *(key for key in YARN if rope.get(key))):
-        _positive(rope, key, float)
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        raise UserError(f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']!r}; only 1 is supported")
-    return rope
+    _refuse_others(spelled, ONLY)
+    defaults = {"rope_theta": data.get("rope_theta", 10_000.0), "beta_fast": 32.0, "beta_slow": 1.0}
+    needed = ["rope_theta", *ROPES[kind]]
+    return {"rope_type": kind} | {key: _positive(spelled, key, float, defaults.get(key)) for key in needed}
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Radians per position of each pair of channels, (head_dim / 2,) float32, and the factor on cos and sin."""
-    rope, dim, scale = config.rope, config.head_dim, 1.0
-    plain: Tensor = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
-    if rope["rope_type"] == "default":
-        return plain, scale
-    # The other types slow channels down by a factor, wholly (keep = 0), in part, or not at all (keep = 1).
-    original = rope["original_max_position_embeddings"]
-    factor = rope.get("factor") or config.max_position_embeddings / original
-    keep = torch.zeros_like(plain)
+    rope, dim, factor, scale = config.rope, config.head_dim, config.rope.get("factor", 1.0), 1.0
+    theta, original = rope["rope_theta"], rope.get(LENGTH, 0)
+    plain: Tensor = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    keep = torch.zeros_like(plain)  # the factor slows a channel down wholly (0), in part, or not at all (1)
     if rope["rope_type"] == "llama3":  # channels that turn often within the original context stay as they are
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        keep = ((original * plain / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-    if rope["rope_type"] == "yarn":
-        keep, scale = _yarn(rope, dim, original, factor)
+        keep = ((original * plain / math.tau - low) / (high - low)).clamp(0, 1)
+    if rope["rope_type"] == "yarn":  # the same, but linear in the channel's number (arXiv 2309.00071)
+        first, last = (dim / 2 * math.log(original / (math.tau * rope[n]), theta) for n in ("beta_fast", "beta_slow"))
+        low, high = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
+        slowed = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
+        keep, scale = 1 - slowed.clamp(0, 1), 0.1 * math.log(max(factor, 1)) + 1
     return (1 - keep) * plain / factor + keep * plain, scale
-
-
-def _yarn(rope: dict[str, Any], dim: int, original: float, factor: float) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071). The factor on cos and sin is given, or comes from mscale, or is 0.1 ln(factor) + 1."""
-
-    def channel(turns: float) -> float:  # the (fractional) channel that makes this many turns in the original context
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    low, high = channel(rope.get("beta_fast") or 32), channel(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    slowed = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)
-    given, up, down = (rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
-    derived = mscale(up) / mscale(down) if up and down else mscale(1)
-    return 1 - slowed.clamp(0, 1), derived if given is None else given
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -182,8 +152,7 @@ class KVCache:
     def mask(self, dtype: torch.dtype) -> Tensor:
         """0 where a row may look, −inf before its start: (rows, 1, 1, C) over the columns first..column."""
         columns = torch.arange(self.first, self.column + 1, device=self.starts.device)
-        before = (columns < self.starts[:, None])[:, None, None]  # (rows, 1, 1, C)
-        return torch.zeros(before.shape, dtype=dtype, device=before.device).masked_fill(before, -torch.inf)
+        return torch.where(columns < self.starts[:, None, None, None], -torch.inf, 0.0).to(dtype)
 
 
 class Attention(nn.Module):
@@ -194,17 +163,14 @@ class Attention(nn.Module):
         self.layer, self.head_dim, hidden = layer, config.head_dim, config.hidden_size
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         bias, head_norm = config.model_type == "qwen2", config.model_type == "qwen3"
-        self.q_proj = nn.Linear(hidden, queries, bias=bias)
-        self.k_proj = nn.Linear(hidden, keys, bias=bias)
-        self.v_proj = nn.Linear(hidden, keys, bias=bias)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, out, bias=bias) for out in (queries, keys, keys))
         self.o_proj = nn.Linear(queries, hidden, bias=False)
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         """x (B, T, D) -> (B, T, D). A mask means decoding: T = 1, and keys and values come from the cache."""
-        rows, length, _ = x.shape
-        heads = (rows, length, -1, self.head_dim)
+        heads = (*x.shape[:2], -1, self.head_dim)  # (B, T, heads, head_dim)
         # Back to the type of x: autocast has made the projections bfloat16, norms and RoPE stay in float32.
         q = self.q_norm(self.q_proj(x).view(heads).to(x.dtype)).transpose(1, 2)  # (B, heads, T, head_dim)
         k = self.k_norm(self.k_proj(x).view(heads).to(x.dtype)).transpose(1, 2)  # (B, kv_heads, T, head_dim)
@@ -215,10 +181,9 @@ class Attention(nn.Module):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
         else:
             # The query heads of one kv head become that many query positions: no key or value is replicated.
-            q = q.reshape(rows, k.shape[1], -1, self.head_dim)
+            q = q.reshape(len(x), k.shape[1], -1, self.head_dim)
             out = F.scaled_dot_product_attention(q, *stored, attn_mask=mask)
-        mixed: Tensor = self.o_proj(out.reshape(rows, length, -1))
-        return mixed
+        return self.o_proj(out.reshape(*x.shape[:2], -1))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -232,8 +197,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, D) -> (B, T, D)."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
@@ -266,9 +230,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.model, self.lm_head = config, Trunk(config), None
-        if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.config, self.model = config, Trunk(config)
+        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, False)
         # No buffer: it stays float32 when the model is cast, and real when the model is built on the meta device.
         self.frequencies, self.attention_factor = rope_frequencies(config)
 
@@ -279,23 +242,21 @@ class Decoder(nn.Module):
         Into one that holds something (decode), T = 1: each row's token is written at cache.column, has position
         column − starts[row], and sees the columns starts[row]..column. The cache advances by T.
         """
-        length, mask = tokens.shape[1], None
+        length = tokens.shape[1]
+        positions, mask = torch.arange(length, device=tokens.device), None  # (T,)
+        x = self.model.embed_tokens(tokens)  # (B, T, D)
         if cache is not None:
             assert not torch.is_grad_enabled(), "a KV cache holds no gradients: use torch.inference_mode()"
             assert cache.column == 0 or length == 1, "decoding takes one token a row"
             assert cache.column + length <= cache.keys.shape[3], f"the cache's {cache.keys.shape[3]} columns are full"
-        x = self.model.embed_tokens(tokens)  # (B, T, D)
-        if cache is None or cache.column == 0:
-            cos, sin = self.angles(torch.arange(length, device=tokens.device), x.dtype)  # (T, head_dim)
-        else:
-            cos, sin = self.angles((cache.column - cache.starts)[:, None, None], x.dtype)  # (B, 1, 1, head_dim)
-            mask = cache.mask(x.dtype)
+            if cache.column > 0:
+                positions, mask = (cache.column - cache.starts)[:, None, None], cache.mask(x.dtype)  # (B, 1, 1)
+        cos, sin = self.angles(positions, x.dtype)  # (T, head_dim) or (B, 1, 1, head_dim)
         for layer in self.model.layers:
             x = layer(x, cos, sin, cache, mask)
         if cache is not None:
             cache.column += length
-        hidden: Tensor = self.model.norm(x)
-        return hidden
+        return self.model.norm(x)  # type: ignore[no-any-return]
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and signed sin of positions (...) as (..., head_dim): the angles in float32, the result in `dtype`."""
@@ -322,77 +283,48 @@ class Decoder(nn.Module):
 def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> Decoder:
     """Load config.json and safetensors, whole or in shards. UserError: one is missing, malformed or unsupported."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such model folder")
-    data = _read_json(folder / "config.json")
+    data = read_json(folder / "config.json")
     try:
         config = ModelConfig.from_dict(data)
     except UserError as error:
         raise UserError(f"{folder}/{error}") from None
     with torch.device("meta"):
         model = Decoder(config)
-    weights = _read_weights(folder, {name: weight.shape for name, weight in model.state_dict().items()})
+    weights = _read_weights(folder)
+    head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None  # some store it all the same
+    if head is not None and not torch.equal(head, weights.get("model.embed_tokens.weight", head)):
+        raise UserError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
     for name, weight in weights.items():
         weights[name] = weight.to(device, dtype, copy=True)  # out of the mapped file, which may change
         if not weights[name].sum(dtype=torch.float32).isfinite():  # the sum is ten times as fast as a look at each
             raise UserError(f"{folder}: {name} holds NaN or infinite values in {dtype}")
-    model.load_state_dict(weights, assign=True)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:  # names what is missing, unexpected or of another shape, each on a line
+        raise UserError(f"{folder}: {' '.join(str(error).split()):.500}") from None
     return model
 
 
 def save_model(model: Decoder, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and model.safetensors in `dtype`, by default the model's; beside their place, then renamed."""
+    """Write config.json and model.safetensors in `dtype`, by default the model's. Atomic is the caller's part."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.model.embed_tokens.weight.dtype
     weights = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in model.state_dict().items()}
-    config = {key: value for key, value in model.config.to_dict().items() if key != "torch_dtype"}
+    config = {key: value for key, value in model.config.source.items() if key != "torch_dtype"}
     config["dtype"] = str(dtype).removeprefix("torch.")
-    save_file(weights, folder / (WEIGHTS + ".part"), metadata={"format": "pt"})
-    (folder / "config.json.part").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in (WEIGHTS, "config.json"):
-        (folder / (name + ".part")).replace(folder / name)
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: holds a {type(data).__name__}; it must be an object")
-    return data
-
-
-def _read_weights(folder: Path, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """The named tensors as they are stored, still in the mapped files; names and shapes are checked."""
-    files = [WEIGHTS]
-    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
-        shards = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(shards, dict):
-            raise UserError(f"{folder / INDEX}: weight_map is {shards!r}; it must name a shard for each tensor")
-        files = sorted(set(map(str, shards.values())))
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors as they are stored, still in the mapped files."""
+    whole = (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file()
+    files = [WEIGHTS] if whole else sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
     found: dict[str, Tensor] = {}
     for file in files:
         try:
             found |= load_file(folder / file)
-        except FileNotFoundError:
-            raise UserError(f"{folder}: {file} is not there (weights are read from safetensors only)") from None
-        except SafetensorError as error:
-            raise UserError(f"{folder / file}: not readable as safetensors: {error}") from None
-    found = {name: weight for name, weight in found.items() if not name.endswith("rotary_emb.inv_freq")}  # old Llama
-    head = None if "lm_head.weight" in shapes else found.pop("lm_head.weight", None)  # tied, and stored all the same
-    if head is not None and not torch.equal(head, found.get("model.embed_tokens.weight", head)):
-        raise UserError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
-    wrong = [name for name, shape in shapes.items() if name in found and found[name].shape != shape]
-    for complaint, names in {
-        "lacks": sorted(shapes.keys() - found.keys()),
-        "has, unknown to this architecture,": sorted(found.keys() - shapes.keys()),
-        "does not fit config.json:": [f"{n} is {list(found[n].shape)} for {list(shapes[n])}" for n in wrong],
-    }.items():
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(f"{folder}: the checkpoint {complaint} {', '.join(names[:3])}{more}")
-    return found
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder / file}: not readable (weights must be safetensors): {error}") from None
+    return {name: weight for name, weight in found.items() if not name.endswith("rotary_emb.inv_freq")}  # Llama 2's

@@ -260,6 +260,7 @@ def test_a_post_processor_that_adds_nothing_adds_no_begin_token(tmp_path: Path) 
     [
         (None, None, (1,)),
         (2, None, (1, 2)),
+        (0, None, (0, 1)),
         ([4, 2], None, (1, 2, 4)),
         ([304, 1, 304], [3], (1, 3, 304)),
         ([4], 3, (1, 3, 4)),
@@ -302,7 +303,6 @@ def test_the_jinja_file_wins_over_the_config(tmp_path: Path) -> None:
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
         ("{{ messages | tojson }}", '[{"role": "user", "content": "hi"}]'),
         ("{{ {'ü': '<'} | tojson(indent=1) }}", '{\n "ü": "<"\n}'),
-        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "hi!"),
         ("{{ tools is none }}{{ add_generation_prompt }}{{ eos_token }}{{ pad_token is defined }}", "TrueTrueFalse"),
         ("{% set ns = namespace(n=1) %}{% for m in messages %}{% set ns.n = 2 %}{% endfor %}{{ ns.n }}", "2"),
         ("{{ strftime_now('%Y') }}", datetime.now().strftime("%Y")),
@@ -343,6 +343,8 @@ def test_a_broken_template_names_its_file(tmp_path: Path) -> None:
         load_tokenizer(llama3(tmp_path, chat_template="{% if %}"))
     with pytest.raises(UserError, match=r"chat_template\.jinja: broken chat template"):
         rendered(tmp_path, "{{ unclosed")
+    with pytest.raises(UserError, match=r"chat_template\.jinja: .* unknown tag 'generation'"):
+        rendered(tmp_path, "{% generation %}hi{% endgeneration %}")
 
 
 # Files
@@ -386,7 +388,7 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, complai
 
 
 def test_an_absent_folder_or_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"absent: no such model folder"):
+    with pytest.raises(UserError, match=r"absent: no tokenizer; it must hold"):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(UserError, match=r"no tokenizer; it must hold tokenizer\.json or tokenizer\.model"):
         load_tokenizer(tmp_path)
