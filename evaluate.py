@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dph.answering import tokenize
-from dph.checkpoint import checkpoints
+from dph.checkpoint import newest_checkpoint
 from dph.cli import config_argument, load_policy, open_task, run_command, set_up
 from dph.config import Config
 from dph.errors import UserError
@@ -33,8 +33,8 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     if not config.data.eval:
         raise UserError('data.eval = [] names no evaluation set, e.g. data.eval = ["math:gsm8k/test.jsonl"]')
     tasks = [open_task(source, config) for source in config.data.eval]
-    newest = [str(folder) for folder in checkpoints(config.run_folder)[-1:]]
-    paths = arguments.models or [config.model.path, *newest]
+    newest = newest_checkpoint(config.run_folder) if not arguments.models else None
+    paths = arguments.models or [config.model.path, *([str(newest)] if newest else [])]
     names = _names(paths)
     reports = []
     for path, name in zip(paths, names, strict=True):

@@ -12,6 +12,7 @@ from dph.answering import tokenize
 from dph.checkpoint import open_run
 from dph.cli import config_argument, load_policy, open_task, run_command, set_up
 from dph.config import Config
+from dph.errors import UserError
 from dph.evaluation import evaluate_model
 from dph.plots import plot_run, table
 from dph.presampling import presample
@@ -20,6 +21,10 @@ from dph.trainer import Trainer
 
 def main(config: Config, arguments: argparse.Namespace) -> None:
     """Pre-sample, train, evaluate."""
+    if arguments.replay and not (arguments.replay / "rollouts").is_dir():
+        raise UserError(
+            f"--replay {arguments.replay}: holds no rollouts; record them with --train.record_rollouts=true"
+        )
     device = set_up(config)
     task, *exams = (open_task(source, config) for source in (config.data.train, *config.data.eval))
     run = open_run(config)

@@ -1,10 +1,13 @@
 """From prompts to judged answers: tokenize, sample, decode, grade. Shared by pre-sampling, training and evaluation."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +31,13 @@ class Policy:
     tokenizer: Tokenizer
     folder: Path
 
+    def weights_hash(self) -> str:
+        """SHA-256 of the weights as they are now, in float32."""
+        digest = hashlib.sha256()
+        for weight in self.model.parameters():
+            digest.update(weight.detach().float().cpu().contiguous().numpy().data)
+        return digest.hexdigest()
+
 
 @dataclass(frozen=True)
 class Question:
@@ -43,6 +53,15 @@ class PromptSet:
 
     task: Task
     questions: list[Question]
+
+    def fingerprint(self, weights: str, config: Config, settings: Mapping[str, Any]) -> dict[str, str]:
+        """What answers of `weights` (a hash) depend on: model, prompts (tokenized, with gold answers), settings."""
+        prompts = json.dumps([(q.prompt.index, q.tokens, repr(q.prompt.gold)) for q in self.questions])
+        found = {**asdict(config.sampling), **settings, "seed": config.run.seed, "dtype": config.run.dtype}
+        found.pop("max_rows")  # how many at once changes nothing that is said
+        found["judge"] = [config.data.strict, config.data.sql_match, config.data.grader_timeout]
+        hashed = hashlib.sha256(prompts.encode()).hexdigest()
+        return {"model": weights, "prompts": hashed, "settings": json.dumps(found, sort_keys=True)}
 
 
 @dataclass(frozen=True)

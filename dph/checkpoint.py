@@ -1,74 +1,129 @@
 """Files that are whole or not there: each is written beside its place, synced and renamed. Checkpoints and run folders.
 
-A checkpoint is RUN/checkpoints/step-N: a model folder in Hugging Face layout with trainer.safetensors (AdamW's moments)
-and state.json (the counters). The folder gets its name only when all of it is on the disk.
+A checkpoint is RUN/checkpoints/step-N: a model folder in Hugging Face layout with trainer.safetensors (AdamW's
+moments), state.json (the counters) and SHA256SUMS, as `sha256sum -c` reads it; one that does not hold what was written
+is never loaded. What all this promises, and how it is tested: docs/reliability.md.
 """
 
+import fcntl
+import hashlib
 import json
 import os
+import re
 import shutil
+import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dph.config import Config, to_toml
-from dph.errors import UserError
+from dph.config import Config, TrainConfig, read_tables, to_toml
+from dph.errors import DataError, UserError, read_json
 from dph.model import Decoder, load_model, save_model
 from dph.tokenizer import Tokenizer
 
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
-FREE: tuple[str, ...] = (
-    "run.folder",
-    "run.device",
-    "run.threads",
-    "run.tensorboard",
-    "train.save_every",
-    "train.keep_last",
-    "eval.",
-)
-FREE += ("train.steps",)
+FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|save_every|keep_last|keep_best)$"
+SUMS, PARTS = "SHA256SUMS", {"model.safetensors", "config.json", "trainer.safetensors", "state.json"}
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A place beside `path` for a file or folder; it takes the name once all is on the disk, else leaves what was."""
+    partial = path.with_name(path.name + ".partial")
+    _remove(partial)
+    try:
+        yield partial
+        for each in [*partial.rglob("*"), partial]:
+            _sync(each)
+        if partial.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        partial.replace(path)
+        _sync(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(path, error) from error
+    finally:
+        _remove(partial)
+
+
+def _unwritten(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path}: cannot be written ({error}); make room, and the same command continues")
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a whole file, or leaves the old one."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with _beside(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a whole safetensors file, or leaves the old one."""
-    partial = path.with_name(path.name + ".partial")
-    save_file(dict(tensors), partial)
-    partial.replace(path)
+    with _beside(path) as partial:
+        save_file(dict(tensors), partial)
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends rows to a JSON Lines file; a crash may cut the last line, which readers drop."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    """Appends rows to a JSON Lines file and syncs it; a crash may cut the last line, which `read_log` drops."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _unwritten(path, error) from error
+
+
+def read_log(path: Path, column: str = "") -> list[dict[str, Any]]:
+    """The rows that `append_rows` wrote, none where there is no file. DataError: no row, or one without `column`."""
+    rows: list[dict[str, Any]] = []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last piece is empty, or cut by a crash
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append({**json.loads(line)})
+            _ = rows[-1][column] if column else None
+        except (ValueError, TypeError, KeyError):
+            raise DataError(path, number, "is no row of this log; mend or delete the file") from None
+    return rows
 
 
 def open_run(config: Config) -> Path:
-    """Makes the run's folder with its config.toml; a folder that holds another run is a UserError naming the keys."""
+    """Makes the run's folder with its config.toml and takes its lock until this process ends.
+
+    Raises: UserError where another process has the lock, or the folder holds another run: it names the keys.
+    """
     folder = config.run_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    try:  # the number stays open on purpose; a lock of the process, so that it may open its run twice
+        fcntl.lockf(os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder}: another process is at work here; wait, or choose another run.name") from None
     path, text = folder / "config.toml", to_toml(config)
-    if path.exists():
-        old, new = (_flat(tomllib.loads(t)) for t in (path.read_text(encoding="utf-8"), text))
-        changed = [k for k in new if old.get(k) != new[k] and not k.startswith(FREE)]
+    begun = {p.name for p in folder.iterdir()} - {"lock", path.name}  # a mistake found later leaves these two
+    if path.exists() and begun:
+        old, new = _flat(read_tables(path)), _flat(tomllib.loads(text))
+        changed = [k for k in new if old.get(k) != new[k] and not re.match(FREE, k)]
         if changed:
             shown = ", ".join(f"{k} = {old.get(k)!r} there, {new[k]!r} here" for k in changed[:3])
             raise UserError(f"{folder}: holds another run ({shown}); choose another run.name or delete it")
-    folder.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
     return folder
 
@@ -78,30 +133,56 @@ def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(
-    run: Path, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, state: Mapping[str, Any], keep: int
+    run: Path, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, state: Mapping[str, Any], train: TrainConfig
 ) -> Path:
-    """Writes checkpoints/step-N, N = state["step"], and deletes all but the newest `keep`."""
-    folder = run / "checkpoints" / f"step-{state['step']}"
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_model(model, partial)
-    tokenizer.save(partial)
+    """Writes checkpoints/step-N, N = state["step"], and deletes others than the newest train.keep_last and the best."""
+    home, step = run / "checkpoints", state["step"]
+    home.mkdir(exist_ok=True)
     names = {id(p): name for name, p in model.named_parameters()}
     moments = {f"{names[id(p)]}:{key}": x for p, kept in optimizer.state.items() for key, x in kept.items()}
-    write_tensors(partial / "trainer.safetensors", moments)
-    write_text(partial / "state.json", json.dumps(state, indent=1) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    for old in checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
-    return folder
+    with _beside(home / f"step-{step}") as partial:
+        save_model(model, partial)
+        tokenizer.save(partial)
+        write_tensors(partial / "trainer.safetensors", moments)
+        write_text(partial / "state.json", json.dumps(state, indent=1) + "\n")
+        sums = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
+        write_text(partial / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+    best = f"step-{state['best_step']}" if train.keep_best else ""
+    kept = [p for p in checkpoints(run) if _step(p) <= step][-train.keep_last :]  # what is newer was not whole
+    for other in {*checkpoints(run), *home.glob("step-*.partial")} - {*kept, home / best}:
+        _remove(other)
+    return home / f"step-{step}"
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The run's complete checkpoints, oldest first."""
-    found = [p for p in (run / "checkpoints").glob("step-*") if p.name[5:].isdigit()]
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    """The run's checkpoints, oldest first."""
+    return sorted((p for p in (run / "checkpoints").glob("step-*") if p.name[5:].isdigit()), key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name[5:])
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The newest checkpoint that is whole, after the reasons why newer ones are not. UserError: none of some is."""
+    found = checkpoints(run)
+    for folder in reversed(found):
+        try:
+            sums = dict(line.split()[::-1] for line in (folder / SUMS).read_text(encoding="utf-8").splitlines())
+            wrong = sorted({name for name in sums if _sha256(folder / name) != sums[name]} | PARTS - sums.keys())
+        except (OSError, ValueError) as error:
+            wrong = [str(error)]
+        if not wrong:
+            return folder
+        print(f"{folder}: passed over, not as it was written: {', '.join(wrong)}", file=sys.stderr)
+    if found:
+        raise UserError(f"{run / 'checkpoints'}: none of {len(found)} is whole; delete the folder to train from step 0")
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @torch.no_grad()
@@ -116,5 +197,4 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[
         kept = {key.removeprefix(prefix): x for key, x in moments.items() if key.startswith(prefix)}
         if kept:
             optimizer.state[weight] = {key: x.to(weight.device) for key, x in kept.items()}
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    return state
+    return read_json(folder / "state.json")

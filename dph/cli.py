@@ -1,11 +1,12 @@
 """What the three commands share: the command line, errors in one line, the device, the model and its data."""
 
 import argparse
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,19 +36,26 @@ def run_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.error = _fail  # type: ignore[method-assign]  # its own prints the usage, too
     declare(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments, overrides = parser.parse_known_intermixed_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what is half-written is cleared away
     try:
         main(load_config(arguments.config, overrides), arguments)
-    except (UserError, OSError, KeyboardInterrupt) as error:
+    except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
         if arguments.debug:
             traceback.print_exc()
         if isinstance(error, KeyboardInterrupt):
             print("\ninterrupted; the same command continues where this one stopped", file=sys.stderr)
             sys.exit(130)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        full = isinstance(error, torch.OutOfMemoryError)
+        _fail("out of memory; lower sampling.max_rows or train.microbatch_tokens" if full else str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {' '.join(message.split())[:600]}", file=sys.stderr)
+    sys.exit(2)
 
 
 def set_up(config: Config) -> torch.device:
@@ -69,7 +77,7 @@ def resolve_model(path: str, config: Config) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
+    if folder.exists() or folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
         raise UserError(f"model.path = {path!r}: no such folder")
     from huggingface_hub import snapshot_download
 
@@ -85,8 +93,12 @@ def resolve_model(path: str, config: Config) -> Path:
 def load_policy(path: str, config: Config, device: torch.device) -> Policy:
     """Model and tokenizer of `path`, in fp32 on `device`."""
     folder = resolve_model(path, config)
-    tokenizer = load_tokenizer(folder)
-    return Policy(load_model(folder, torch.float32, device), tokenizer, folder)
+    tokenizer, model = load_tokenizer(folder), load_model(folder, torch.float32, device)
+    if tokenizer.vocab_size > model.config.vocab_size:  # the other way round is padding
+        raise UserError(
+            f"{folder}: {tokenizer.vocab_size} tokens in the tokenizer, {model.config.vocab_size} in the model"
+        )
+    return Policy(model, tokenizer, folder)
 
 
 def open_task(source: str, config: Config) -> Task:

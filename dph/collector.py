@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from dph.model import Decoder
 from dph.rollouts import Rollout, pack, score, unpack
 
 PROMPTS, REHEARSAL = 1, 2  # numbers of the two random orders
+State = dict[str, Any]  # what a run's next step depends on beside weights and moments: counters, decisions, the best
 SAMPLER_GAP = 1e-4  # largest difference in log-probability at which the sampler's own replace a second scoring
 
 
@@ -44,19 +46,13 @@ class Collector:
     def __init__(
         self, config: Config, policy: Policy, data: PromptSet, explore: list[Question], reference: Decoder | None
     ) -> None:
-        self.config, self.policy, self.task, self.explore, self.reference = (
-            config,
-            policy,
-            data.task,
-            explore,
-            reference,
-        )
+        self.config, self.policy, self.task = config, policy, data.task
+        self.explore, self.reference = explore, reference
         self.questions = {question.prompt.index: question for question in data.questions}
         self.actor = Actor(policy.model, config.run.dtype)
-        self.trust_sampler: bool | None = None  # decided at the first step
         self.replay: Path | None = None  # a run's folder whose recorded rollouts are played back
 
-    def collect(self, state: dict[str, int], rehearsed: Sequence[Rollout], meter: Meter) -> Experience:
+    def collect(self, state: State, rehearsed: Sequence[Rollout], meter: Meter) -> Experience:
         """One step's experience; counts `state["drawn"]` on by the prompts it drew.
 
         Args:
@@ -73,7 +69,7 @@ class Collector:
                 asked = [self.questions[r.prompt] for r in rehearsed] if loss.samples == "both" else []
                 own = [a.rollout for a in self._sample(state["step"], asked, 1, seen, meter)]
             with meter.seconds("score"):
-                self._score(rollouts, own, meter)
+                self._score(rollouts, own, state, meter)
         if train.record_rollouts:
             folder = self.config.run_folder / "rollouts"
             folder.mkdir(exist_ok=True)
@@ -90,7 +86,7 @@ class Collector:
         meter.add("zero_variance_fraction", flat_rows, len(rollouts) / train.responses_per_prompt)
         return Experience(rollouts, advantages, own)
 
-    def _explore(self, state: dict[str, int], seen: Counter[int], meter: Meter) -> list[Rollout]:
+    def _explore(self, state: State, seen: Counter[int], meter: Meter) -> list[Rollout]:
         """Groups of answers to the next prompts; with dynamic sampling only those whose rewards differ."""
         train = self.config.train
         wanted, size, rounds = min(train.prompts_per_step, len(self.explore)), train.responses_per_prompt, 0
@@ -128,19 +124,19 @@ class Collector:
             meter.add("grader_error_fraction", float(a.reward.outcome == "grader_error"), 1)
         return [found[q.prompt.index, n] for q, numbers in zip(questions, samples, strict=True) for n in numbers]
 
-    def _score(self, rollouts: list[Rollout], own: list[Rollout], meter: Meter) -> None:
-        """pi_old's log-probabilities, unless the sampler's own serve, and pi_ref's, where a loss needs them."""
+    def _score(self, rollouts: list[Rollout], own: list[Rollout], state: State, meter: Meter) -> None:
+        """pi_old's log-probabilities, unless the sampler's own serve (the run's first step decides), and pi_ref's."""
         how = (self.config.sampling.temperature, self.config.train.microbatch_tokens)
         needs_ref = own if self.config.loss.samples == "both" else rollouts
         with autocast(self.policy.model, self.config.run.dtype):
-            old = [] if self.trust_sampler else score(self.policy.model, rollouts, *how)
+            old = [] if state.get("trust_sampler") else score(self.policy.model, rollouts, *how)
             ref = score(self.reference, needs_ref, *how) if self.reference is not None else []
         if old:
             pairs = [zip(r.logprobs, s, strict=True) for r, (s, _) in zip(rollouts, old, strict=True)]
             gap = max(abs(a - b) for pair in pairs for a, b in pair)
             meter.add("sampler_gap", gap, 1)
-            self.trust_sampler = gap < SAMPLER_GAP if self.trust_sampler is None else self.trust_sampler
-        for rollout, (logprobs, _) in zip(rollouts, () if self.trust_sampler else old, strict=False):
+            state.setdefault("trust_sampler", gap < SAMPLER_GAP)
+        for rollout, (logprobs, _) in zip(rollouts, () if state.get("trust_sampler") else old, strict=False):
             rollout.logprobs = logprobs
         for rollout, (logprobs, _) in zip(needs_ref, ref, strict=False):
             rollout.ref_logprobs = logprobs
@@ -153,8 +149,7 @@ class Collector:
         parts = [{k.removeprefix(p): x for k, x in flat.items() if k.startswith(p)} for p in ("rollouts.", "own.")]
         rollouts, own = (unpack(part) for part in parts)
         if self.reference is not None:
-            self.trust_sampler = True  # what was recorded is pi_old's
-            self._score(rollouts, own, Meter())
+            self._score(rollouts, own, {"trust_sampler": True}, Meter())  # what was recorded is pi_old's
         return rollouts, own
 
 

@@ -37,7 +37,7 @@ class RunConfig:
     seed: int = key(0, "seed of data order, sampling and generated worlds", low=0)
     device: str = key("auto", "auto takes cuda where there is one", "auto", "cpu", "cuda")
     dtype: str = key("fp32", "bf16: autocast over fp32 weights", "fp32", "bf16")
-    threads: int = key(0, "CPU threads; 0 leaves PyTorch's own choice", low=0)
+    threads: int = key(0, "CPU threads; 0 leaves PyTorch's own choice", low=0, high=1024)
     tensorboard: bool = key(False, "also write TensorBoard events (needs tensorboard installed)")
 
 
@@ -123,7 +123,8 @@ class TrainConfig:
     record_rollouts: bool = key(False, "keep every step's rollouts, for train.py --replay RUN")
     eval_every: int = key(50, "steps between evaluations; 0 never", low=0)
     save_every: int = key(50, "steps between checkpoints; 0 only at the end", low=0)
-    keep_last: int = key(2, "checkpoints kept", low=1)
+    keep_last: int = key(2, "newest checkpoints kept", low=1)
+    keep_best: bool = key(False, "also keep the checkpoint with the best pass@1 of the first evaluation set")
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Config:
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a TOML file (None: defaults alone) and `--section.key=value` arguments into a checked Config."""
-    tables = _read_tables(Path(path)) if path is not None else {}
+    tables = read_tables(Path(path)) if path is not None else {}
     for argument in overrides:
         section, name, value = _split_override(argument)
         tables.setdefault(section, {})[name] = value
@@ -186,20 +187,20 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     return config
 
 
-def _read_tables(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, dict[str, Any]]:
+def read_tables(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, dict[str, Any]]:
     """The file's sections over those of the file that it extends."""
     if path in seen:
         raise UserError(f"{path}: extends itself through {' -> '.join(map(str, seen))}")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also a number too long, brackets too deep
         raise UserError(f"{path}: not valid TOML: {error}") from None
     base = table.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise UserError(f"{path}: extends = {base!r} should be the name of a file")
-    tables = _read_tables(path.parent / base, (*seen, path)) if base is not None else {}
+    tables = read_tables(path.parent / base, (*seen, path)) if base is not None else {}
     for name, section in table.items():
         if not isinstance(section, dict):
             raise UserError(f"{path}: {name} stands outside a section; write it under [section]")
@@ -215,7 +216,7 @@ def _split_override(argument: str) -> tuple[str, str, Any]:
         raise UserError(f"argument {argument!r} should read --section.key=value (see --help)")
     try:
         return section, option, tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return section, option, text
 
 
@@ -242,6 +243,10 @@ def _value(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
         if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
             raise UserError(f'{name} = {value!r} should be a table of strings, e.g. {{prompt = "question"}}')
         return dict(value)
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise UserError(f"{name} has {len(str(abs(value)))} digits; it should be below 2^63")
+    if isinstance(value, str) and "\0" in value:
+        raise UserError(f"{name} = {value!r} should hold no zero byte")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
@@ -287,6 +292,8 @@ def _check(config: Config) -> None:
          f"train.updates_per_step = {train.updates_per_step} is more than the rows of a step"),
         (not config.eval.k or max(config.eval.k) <= config.eval.samples,
          f"eval.k = {list(config.eval.k)} should not exceed eval.samples = {config.eval.samples}"),
+        (len(set(config.data.eval)) == len(config.data.eval),
+         f"data.eval = {list(config.data.eval)} should name each set once"),
         (config.run.name not in ("", ".", "..") and "/" not in config.run.name,
          f"run.name = {config.run.name!r} should be one folder name"),
     ]  # fmt: skip

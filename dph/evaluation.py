@@ -16,6 +16,7 @@ from tqdm import tqdm
 from dph.answering import EVALUATE, Actor, Answer, Policy, PromptSet, answer, sampling_settings
 from dph.checkpoint import write_text
 from dph.config import Config
+from dph.errors import read_json
 
 RESAMPLES = 1000
 
@@ -103,7 +104,7 @@ def summarise(result: Mapping[str, Any], ks: Sequence[int]) -> dict[str, Any]:
     mean@n is pass@1; `entropy` is nats a token, estimated by -log pi of what was sampled.
     """
     problems, n = result["problems"], result["n"]
-    scores = {f"pass@{k}": [pass_at_k(n, p["correct"], k) for p in problems] for k in ks if k <= n}
+    scores = {f"pass@{k}": [pass_at_k(n, p["correct"], k) for p in problems] for k in sorted({1, *ks}) if k <= n}
     if all("greedy" in p for p in problems):
         scores = {"greedy": [p["greedy"] for p in problems], **scores}
     summary: dict[str, Any] = {name: [float(np.mean(v)), *interval(v)] for name, v in scores.items()}
@@ -113,13 +114,21 @@ def summarise(result: Mapping[str, Any], ks: Sequence[int]) -> dict[str, Any]:
 
 
 def evaluate_model(policy: Policy, sets: Sequence[PromptSet], config: Config, name: str) -> dict[str, Any]:
-    """A full evaluation of one model, written to RUN/evaluation/NAME.json."""
-    results = []
+    """A full evaluation of one model, written to RUN/evaluation/NAME.json set by set.
+
+    A set that stands there already, of the same weights, prompts and settings, is not answered again.
+    """
+    path = config.run_folder / "evaluation" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    weights, n, greedy = policy.weights_hash(), config.eval.samples, config.eval.greedy
+    settings = {"n": n, "greedy": greedy, "temperature": config.eval.temperature, "top_p": config.eval.top_p}
+    old = read_json(path, optional=True).get("sets", {})
+    report: dict[str, Any] = {"model": name, "sets": {}}
     for data in sets:
-        results.append(evaluate(policy, data, config, config.eval.samples, config.eval.greedy)[0])
-        data.task.close()
-    report = {"model": name, "sets": {r["source"]: {**r, "summary": summarise(r, config.eval.k)} for r in results}}
-    folder = config.run_folder / "evaluation"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / f"{name}.json", json.dumps(report) + "\n")
+        result, made = old.get(data.task.name, {}), data.fingerprint(weights, config, settings)
+        if result.get("fingerprint") != made:
+            result = {**evaluate(policy, data, config, n, greedy)[0], "fingerprint": made}
+            data.task.close()
+        report["sets"][data.task.name] = {**result, "summary": summarise(result, config.eval.k)}
+        write_text(path, json.dumps(report) + "\n")
     return report

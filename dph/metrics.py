@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dph.checkpoint import append_rows, write_text
+from dph.checkpoint import append_rows, read_log, write_text
 from dph.errors import UserError
 
 
@@ -55,11 +55,10 @@ class RunLog:
 
     def __init__(self, run: Path, step: int, tensorboard: bool) -> None:
         self.path = run / "metrics.jsonl"
-        for path in (self.path, run / "samples.jsonl"):
+        for path in (self.path, run / "samples.jsonl", run / "skipped.jsonl"):
             if path.exists():
-                lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last piece is empty, or cut by a crash
-                kept = [line for line in lines if json.loads(line)["step"] <= step]
-                write_text(path, "".join(line + "\n" for line in kept))
+                kept = [row for row in read_log(path, "step") if row["step"] <= step]
+                write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.writer: Any = None
         if tensorboard:
             try:

@@ -3,7 +3,6 @@ python -m dph.plots generators FILE.png draws f(u) and the pull u f'(u) of every
 each divergence makes of three modes.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,9 @@ matplotlib.use("Agg")  # files only; no screen is needed
 import matplotlib.pyplot as plt
 import torch
 
+from dph.checkpoint import read_log
 from dph.divergences import GENERATORS, make_divergence
+from dph.errors import read_json
 from dph.evaluation import interval, keep_explore, pass_at_k
 
 Report = Mapping[str, Any]
@@ -98,9 +99,9 @@ def _save(figure: Any, path: Path) -> Path:
 def plot_run(run: Path) -> list[Path]:
     """Every picture that the run's files allow."""
     pictures = []
-    if (run / "metrics.jsonl").exists() and (text := (run / "metrics.jsonl").read_text(encoding="utf-8")):
-        pictures.append(plot_metrics([json.loads(line) for line in text.splitlines()], run))
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((run / "evaluation").glob("*.json"))]
+    if rows := read_log(run / "metrics.jsonl", "step"):
+        pictures.append(plot_metrics(rows, run))
+    reports = [read_json(path) for path in sorted((run / "evaluation").glob("*.json"))]
     if reports:
         pictures.append(plot_pass_at_k(reports, run))
     return pictures

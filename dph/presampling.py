@@ -12,7 +12,6 @@ The folder RUN/presample holds partition.jsonl, rehearsal.safetensors and report
 progress.jsonl holds a line for each prompt that is done, and an interrupted run goes on from there.
 """
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -24,11 +23,13 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from dph.answering import PRESAMPLE, Actor, Answer, Policy, PromptSet, Question, answer, autocast, sampling_settings
-from dph.checkpoint import append_rows, write_tensors, write_text
+from dph.checkpoint import append_rows, read_log, write_tensors, write_text
 from dph.config import Config
 from dph.errors import UserError
 from dph.rollouts import Rollout, pack, score, unpack
 from dph.tasks import Task
+
+PORTION = 8  # batches of sampling.max_rows answers that are drawn between two notes of progress
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class Partition:
 def presample(policy: Policy, data: PromptSet, config: Config) -> Partition:
     """Makes RUN/presample, or reads it where it is already there and fits."""
     folder, wanted, questions = config.run_folder / "presample", config.presample, data.questions
-    fingerprint = make_fingerprint(policy.folder, questions, config)
+    prints = data.fingerprint(policy.weights_hash(), config, asdict(wanted))
     if not (folder / "report.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        work = _Work(policy, data.task, config, folder / "progress.jsonl", fingerprint)
+        work = _Work(policy, data.task, config, folder / "progress.jsonl", prints)
         k, more = wanted.responses, wanted.rehearsal_responses
         work.ask("first", questions, range(k), keep=not wanted.confirm)
         near_perfect = [q for q in questions if sum(work["first", q]["rewards"]) >= wanted.threshold]
@@ -63,7 +64,8 @@ def presample(policy: Policy, data: PromptSet, config: Config) -> Partition:
             for rollout, (logprobs, top) in zip(rehearsal, score(policy.model, rehearsal, *how), strict=True):
                 rollout.logprobs, rollout.top = logprobs, top
         _write(folder, work, questions, {q.prompt.index for q in pef}, rehearsal)
-    return load_partition(folder, fingerprint)
+    (folder / "progress.jsonl").unlink(missing_ok=True)
+    return load_partition(folder, prints)
 
 
 class _Work:
@@ -71,48 +73,48 @@ class _Work:
 
     def __init__(self, policy: Policy, task: Task, config: Config, path: Path, fingerprint: dict[str, str]) -> None:
         self.policy, self.task, self.config, self.path, self.fingerprint = policy, task, config, path, fingerprint
-        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-        if len(lines) > 1:
-            _refuse_stale(path, json.loads(lines[0]), fingerprint)
-        rows = [json.loads(line) for line in lines[1:-1]]  # the last piece is empty, or cut by a crash
-        write_text(path, "".join(json.dumps(row) + "\n" for row in [fingerprint, *rows]))
-        self.done: dict[tuple[str, int], dict[str, Any]] = {(row["stage"], row["prompt"]): row for row in rows}
+        rows = read_log(path)
+        if rows:
+            _refuse_stale(path, rows[0], fingerprint)
+        write_text(path, "".join(json.dumps(row) + "\n" for row in [fingerprint, *rows[1:]]))
+        self.done: dict[tuple[str, int], dict[str, Any]] = {(row["stage"], row["prompt"]): row for row in rows[1:]}
 
     def __getitem__(self, key: tuple[str, Question]) -> dict[str, Any]:
         return self.done[key[0], key[1].prompt.index]
 
     def ask(self, stage: str, questions: Sequence[Question], samples: range, keep: bool) -> None:
-        """Draws and judges answers of pi_ref; a prompt is noted when its last answer is in, with the correct ones."""
-        todo = [q for q in questions if (stage, q.prompt.index) not in self.done]
+        """Draws and judges answers of pi_ref, in portions that are noted whole.
+
+        A portion that was cut short is drawn anew: in batches of the same shapes it says the same, to the bit.
+        """
+        size = max(1, PORTION * self.config.sampling.max_rows // len(samples))
+        portions = [questions[i : i + size] for i in range(0, len(questions), size)]
+        todo = [p for p in portions if any((stage, q.prompt.index) not in self.done for q in p)]
         settings = sampling_settings(self.config, self.policy.tokenizer, PRESAMPLE, top_p=self.config.presample.top_p)
         model = Actor(self.policy.model, self.config.run.dtype).model
-        found: dict[int, dict[int, Answer]] = {}
-        begun = len(questions) - len(todo)
-        with tqdm(total=len(questions), initial=begun, desc=f"pre-sampling, {stage}", unit="prompt") as bar:
-            for got in answer(model, self.policy.tokenizer, self.task, todo, [samples] * len(todo), settings):
-                prompt = got.rollout.prompt
-                found.setdefault(prompt, {})[got.rollout.sample] = got
-                if len(found[prompt]) == len(samples):
-                    self._note(stage, prompt, [a for _, a in sorted(found.pop(prompt).items())], keep)
+        total, left = (len(samples) * sum(map(len, each)) for each in (portions, todo))
+        with tqdm(total=total, initial=total - left, desc=f"pre-sampling, {stage}", unit="answer") as bar:
+            for portion in todo:
+                found: list[Answer] = []
+                for got in answer(model, self.policy.tokenizer, self.task, portion, [samples] * len(portion), settings):
+                    found.append(got)
                     bar.update()
+                self._note(stage, sorted(found, key=lambda a: (a.rollout.prompt, a.rollout.sample)), keep)
 
-    def _note(self, stage: str, prompt: int, answers: Sequence[Answer], keep: bool) -> None:
-        self.done[stage, prompt] = row = {
-            "stage": stage,
-            "prompt": prompt,
-            "rewards": [a.reward.value for a in answers],
-            "outcomes": Counter(a.reward.outcome for a in answers),
-            "answers": [a.rollout.tokens for a in answers if keep and a.reward.value == 1],
-        }
-        append_rows(self.path, [row])
+    def _note(self, stage: str, answers: Sequence[Answer], keep: bool) -> None:
+        rows: dict[int, dict[str, Any]] = {}
+        for a in answers:
+            new = {"stage": stage, "prompt": a.rollout.prompt, "rewards": [], "outcomes": Counter(), "answers": []}
+            row = rows.setdefault(a.rollout.prompt, new)
+            row["rewards"].append(a.reward.value)
+            row["outcomes"][a.reward.outcome] += 1
+            row["answers"] += [a.rollout.tokens] if keep and a.reward.value == 1 else []
+        append_rows(self.path, rows.values())
+        self.done |= {(stage, prompt): row for prompt, row in rows.items()}
 
 
 def _write(
-    folder: Path,
-    work: _Work,
-    questions: Sequence[Question],
-    pef: set[int],
-    rehearsal: Sequence[Rollout],
+    folder: Path, work: _Work, questions: Sequence[Question], pef: set[int], rehearsal: Sequence[Rollout]
 ) -> None:
     """All three files; report.json last, since it says that the others are complete."""
     wanted = work.config.presample
@@ -137,7 +139,6 @@ def _write(
         "fingerprint": work.fingerprint,
     }
     write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
-    work.path.unlink()
 
 
 def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
@@ -162,28 +163,6 @@ def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
             f"{folder}: D_pef and D_exp are both empty ({len(rows)} prompts, all dropped); nothing to train on"
         )
     return Partition(pef, exp, rehearsal)
-
-
-def make_fingerprint(model_folder: Path, questions: Sequence[Question], config: Config) -> dict[str, str]:
-    """What a partition depends on, each part hashed: model, prompts (tokenized, with gold answers), settings."""
-    model = hashlib.sha256()
-    for path in sorted(model_folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            model.update(hashlib.file_digest(file, "sha256").digest())
-    prompts = json.dumps([(q.prompt.index, q.tokens, repr(q.prompt.gold)) for q in questions])
-    settings = {
-        **asdict(config.sampling),
-        **asdict(config.presample),
-        "seed": config.run.seed,
-        "dtype": config.run.dtype,
-    }
-    settings.pop("max_rows")  # how many at once changes nothing that is said
-    settings["judge"] = [config.data.strict, config.data.sql_match, config.data.grader_timeout]
-    return {
-        "model": model.hexdigest(),
-        "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
-        "settings": json.dumps(settings, sort_keys=True),
-    }
 
 
 def _refuse_stale(where: Path, found: dict[str, str], wanted: dict[str, str]) -> None:

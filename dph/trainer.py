@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from dph import losses
 from dph.answering import Answer, Policy, PromptSet, autocast
-from dph.checkpoint import append_rows, checkpoints, load_checkpoint, save_checkpoint
-from dph.collector import REHEARSAL, Collector, shuffled
+from dph.checkpoint import append_rows, load_checkpoint, newest_checkpoint, save_checkpoint
+from dph.collector import REHEARSAL, Collector, State, shuffled
 from dph.config import Config
 from dph.divergences import make_divergence
 from dph.errors import UserError
@@ -63,13 +63,14 @@ class Trainer:
         betas = (optim.betas[0], optim.betas[1])
         weights = self.model.parameters()
         self.optimizer = torch.optim.AdamW(weights, optim.lr, betas, weight_decay=optim.weight_decay, fused=True)
-        self.state = {"step": 0, "updates": 0, "drawn": 0, "rehearsed": 0, "skipped": 0, "skipped_in_a_row": 0}
+        self.state: State = dict.fromkeys(("step", "updates", "drawn", "rehearsed", "skipped", "skipped_in_a_row"), 0)
+        self.state |= {"best": -1.0, "best_step": 0}  # pass@1 of the first evaluation set
 
     def run(self) -> None:
         """All steps, with metrics, evaluations, checkpoints and a bar; stops cleanly at Ctrl-C or SIGTERM."""
         folder, train, tokenizer = self.config.run_folder, self.config.train, self.policy.tokenizer
-        if saved := checkpoints(folder):
-            self.state = load_checkpoint(saved[-1], self.model, self.optimizer)
+        if saved := newest_checkpoint(folder):
+            self.state = load_checkpoint(saved, self.model, self.optimizer)
         log = RunLog(folder, self.state["step"], self.config.run.tensorboard)
         bar = tqdm(total=train.steps, initial=min(self.state["step"], train.steps), desc="training", unit="step")
         with bar, _stop_signals() as stopped:
@@ -81,9 +82,10 @@ class Trainer:
                 log.write(step, metrics)
                 bar.set_postfix_str(f"reward {metrics['reward']:.3f}")
                 bar.update()
-                if stopped or step == train.steps or (train.save_every and step % train.save_every == 0):
-                    save_checkpoint(folder, self.model, tokenizer, self.optimizer, self.state, train.keep_last)
-                if stopped and step < train.steps:
+                due = step == train.steps or (train.save_every and step % train.save_every == 0)
+                if stopped or due or (train.keep_best and step == self.state["best_step"]):
+                    save_checkpoint(folder, self.model, tokenizer, self.optimizer, self.state, train)
+                if stopped:
                     raise KeyboardInterrupt
 
     def train_step(self) -> dict[str, Any]:
@@ -102,21 +104,40 @@ class Trainer:
     def _update(
         self, rollouts: list[Rollout], advantages: Tensor, rehearsal: list[Rollout], own: list[Rollout], meter: Meter
     ) -> None:
-        """One optimizer step on L_exp + eta L_pef (E6); E8 has a second half of L_pef, on own samples."""
-        loss, advantages = self.config.loss, advantages.to(self.device)
-        every = self.penalised or loss.entropy > 0
+        """One optimizer step; where the GPU's memory is full, once more in micro-batches of half the tokens."""
+        whole, advantages = self.config.train.microbatch_tokens, advantages.to(self.device)
+        for self.budget in (whole, whole // 2):
+            self.loss = torch.zeros((), device=self.device)
+            try:
+                trained = self._gradient(rollouts, advantages, rehearsal, own, meter)
+                break
+            except torch.OutOfMemoryError:  # a part of the gradient may be there; means count that part twice
+                self.optimizer.zero_grad(set_to_none=True)
+                torch.cuda.empty_cache()
+        else:
+            raise UserError(f"out of memory in micro-batches of {self.budget} tokens; lower train.microbatch_tokens")
+        meter.add("trained_tokens", trained)
+        if trained and not self._optimize(meter):
+            parts = {"exploration": rollouts, "rehearsal": rehearsal, "own": own}
+            ids = {name: [[r.prompt, r.sample] for r in part] for name, part in parts.items()}
+            append_rows(self.config.run_folder / "skipped.jsonl", [{"step": self.state["step"] + 1, **ids}])
+            if self.state["skipped_in_a_row"] >= SKIPS:
+                raise UserError(f"{SKIPS} updates in a row had no finite gradient; lower optim.lr or loss.eta")
+
+    def _gradient(
+        self, rollouts: list[Rollout], advantages: Tensor, rehearsal: list[Rollout], own: list[Rollout], meter: Meter
+    ) -> int:
+        """Gradient of L_exp + eta L_pef (E6); E8 has a second half of L_pef, on own samples. Returns trained tokens."""
+        loss, every = self.config.loss, self.penalised or self.config.loss.entropy > 0
         rows = [i for i in range(len(rollouts)) if every or advantages[i] != 0]
         trained = self._backward(rollouts, rows, lambda i, b, s: self._exploration(advantages[i], b, s, meter))
         per_sequence = loss.level == "sequence"
         trained += self._backward(
             rehearsal, range(len(rehearsal)), lambda i, b, s: loss.eta * self._rehearsal(b, s, meter), per_sequence
         )
-        trained += self._backward(
+        return trained + self._backward(
             own, range(len(own)), lambda i, b, s: loss.eta * losses.js_own_half(s.logprobs, b.ref_logprobs, b.mask)
         )
-        meter.add("trained_tokens", trained)
-        if trained:
-            self._optimize(meter)
 
     def _backward(self, rollouts: list[Rollout], rows: Sequence[int], loss: RowLoss, per_sequence: bool = False) -> int:
         """Adds the gradient of `rows`, in micro-batches; the denominator counts all rollouts. Returns rows' tokens."""
@@ -125,7 +146,7 @@ class Trainer:
             aggregation, length = "sequence-sum", 1
         lengths = torch.tensor([len(r.tokens) for r in rollouts])
         total = losses.denominator(lengths, aggregation, length or self.config.sampling.max_new_tokens)
-        for group in microbatches([rollouts[i] for i in rows], self.config.train.microbatch_tokens):
+        for group in microbatches([rollouts[i] for i in rows], self.budget):
             index = [rows[i] for i in group]
             batch = collate([rollouts[i] for i in index], self.device)
             with autocast(self.model, self.config.run.dtype):
@@ -133,18 +154,15 @@ class Trainer:
                     self.model, batch, self.config.sampling.temperature, self.config.loss.entropy > 0
                 )
             values = loss(index, batch, scores)  # (B, T)
-            torch.autograd.backward(losses.aggregate(values, batch.mask, aggregation, total))
+            part = losses.aggregate(values, batch.mask, aggregation, total)
+            torch.autograd.backward(part)
+            self.loss = self.loss + part.detach()
         return sum(len(rollouts[i]) for i in rows)
 
     def _exploration(self, advantages: Tensor, batch: Batch, scores: Scores, meter: Meter) -> Tensor:
         """Per-token values of E4, with the penalty of E2 and the entropy bonus where there are any, (B, T)."""
-        loss, mask, old, ref, logprobs = (
-            self.config.loss,
-            batch.mask,
-            batch.logprobs,
-            batch.ref_logprobs,
-            scores.logprobs,
-        )
+        loss, mask, logprobs = self.config.loss, batch.mask, scores.logprobs
+        old, ref = batch.logprobs, batch.ref_logprobs
         values = losses.clipped_loss(logprobs, old, advantages, mask, loss.clip_low, loss.clip_high, loss.dual_clip)
         low, high = losses.clipped_fractions(logprobs, old, advantages, mask, loss.clip_low, loss.clip_high)
         meter.add_tokens(mask, loss_exp=values, clip_low_fraction=low, clip_high_fraction=high, entropy=scores.entropy)
@@ -167,11 +185,11 @@ class Trainer:
         meter.add_tokens(mask, divergence=values, saturated_fraction=self.divergence.saturated(logprobs - ref))
         return values
 
-    def _optimize(self, meter: Meter) -> None:
-        """Clip, warm up, step; a gradient that is not finite leaves weights and moments as they are."""
+    def _optimize(self, meter: Meter) -> bool:
+        """Clip, warm up, step; a loss or gradient that is not finite leaves weights and moments as they are: False."""
         optim, state = self.config.optim, self.state
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.grad_clip or float("inf")))
-        finite = norm < float("inf")  # False for NaN, too
+        finite = norm < float("inf") and bool(self.loss.isfinite())  # False for NaN, too
         meter.add("skipped_updates", float(not finite))
         if finite:
             rate = optim.lr * min(1.0, (state["updates"] + 1) / max(1, optim.warmup_steps))
@@ -184,8 +202,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         state["skipped"] += not finite
         state["skipped_in_a_row"] = 0 if finite else state["skipped_in_a_row"] + 1
-        if state["skipped_in_a_row"] >= SKIPS:
-            raise UserError(f"{SKIPS} updates in a row had no finite gradient; lower optim.lr or loss.eta")
+        return finite
 
     def _draw_rehearsal(self, count: int) -> list[Rollout]:
         """The next `count` stored answers, in an order keyed like that of the prompts."""
@@ -205,6 +222,8 @@ class Trainer:
             few = answers[:: -(-len(answers) // 8)]
             rows = [{"step": step, **_shown(data.task, prompts[a.rollout.prompt], a)} for a in few]
             append_rows(self.config.run_folder / "samples.jsonl", rows)
+        if found and (score := found[self.sets[0].task.name]["pass@1"][0]) > self.state["best"]:
+            self.state |= {"best": score, "best_step": step}
         return found
 
 
