@@ -319,8 +319,12 @@ def save_model(model: Decoder, folder: str | Path, dtype: torch.dtype | None = N
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """The tensors as they are stored, still in the mapped files."""
-    whole = (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file()
-    files = [WEIGHTS] if whole else sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+    files = [WEIGHTS]
+    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
+        shards = read_json(folder / INDEX).get("weight_map")
+        files = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else ["/"]
+        if any(Path(file).name != file for file in files):
+            raise UserError(f"{folder / INDEX}: weight_map must name a file of this folder for each tensor")
     found: dict[str, Tensor] = {}
     for file in files:
         try:

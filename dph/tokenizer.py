@@ -79,7 +79,7 @@ class Tokenizer:
             return self.begin + self.encode("\n\n".join(message["content"] for message in messages))
         try:
             return self.encode(self.template.render(messages=list(messages)))
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever a stranger's template raises
             roles = [message.get("role") for message in messages]
             raise UserError(f"{self.folder}: the chat template fails on roles {roles}: {error}") from None
 

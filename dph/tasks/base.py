@@ -209,18 +209,22 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 def _parse_line(path: Path, line: int, raw: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(raw.decode("utf-8"))
+        values = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
     except UnicodeDecodeError as error:
         raise DataError(path, line, f"is not UTF-8 at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
         raise DataError(path, line, f"is not JSON at column {error.colno} ({error.msg})") from None
     except RecursionError:
         raise DataError(path, line, "is nested too deeply") from None
-    except ValueError:  # an integer of more digits than Python reads
-        raise DataError(path, line, "holds a number that is too long") from None
+    except ValueError:  # an integer of more digits than Python reads, NaN, Infinity
+        raise DataError(path, line, "holds a number that is too long, or none") from None
     if not isinstance(values, dict):
         raise DataError(path, line, f"should be a JSON object, one a line; found {type(values).__name__}")
     return values
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(name)
 
 
 def chat(question: str, system: str, instruction: str) -> tuple[dict[str, str], ...]:
