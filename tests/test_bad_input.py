@@ -1,0 +1,360 @@
+"""Wrong inputs, each answered by one line and exit code 2, with nothing half-written.
+
+The lines stand in docs/bad_input.txt; `python -m tests.test_bad_input > docs/bad_input.txt` writes them anew.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import evaluate
+import presample
+import train
+from dph.cli import config_argument, run_command
+from dph.config import load_config, to_toml
+from tests.helpers import tiny_folder
+
+COMMANDS = {"train": train, "presample": presample, "evaluate": evaluate}
+DOCUMENT = Path(__file__).parent.parent / "docs" / "bad_input.txt"
+SMALL = """
+[run]
+name = "small"
+folder = "runs"
+device = "cpu"
+[model]
+path = "model"
+[data]
+train = "miniature:train?count=4"
+eval = ["miniature:test?count=2"]
+[sampling]
+max_new_tokens = 3
+[presample]
+responses = 2
+threshold = 2
+[train]
+steps = 1
+prompts_per_step = 2
+responses_per_prompt = 2
+eval_every = 0
+[eval]
+final = false
+samples = 1
+k = [1]
+[loss]
+divergence = "js"
+eta = 0.1
+"""
+Damage = Callable[[], object]
+CASES: dict[str, tuple[str, list[str], Damage | None]] = {}  # what is wrong: command, arguments, how it is made
+
+
+def case(what: str, *arguments: str, damage: Damage | None = None, command: str = "train", config: bool = True) -> None:
+    assert what not in CASES
+    CASES[what] = (command, [*(["small.toml"] if config else []), *arguments], damage)
+
+
+def writes(path: str, content: str | bytes) -> Damage:
+    def write() -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return write
+
+
+def config_file(content: str | bytes) -> Damage:
+    return writes("small.toml", content)
+
+
+# ---- the command line and the config -----------------------------------------------------------------------------
+
+case("no config", config=False)
+case("a config that is not there", "nowhere.toml", config=False)
+case("a folder in place of a config", "model", config=False)
+case("a config that is no TOML", damage=config_file("[optim\nlr = 1"))
+case("a config that is not UTF-8", damage=config_file(b"[run]\nname = '\xff'"))
+case("a key outside a section", damage=config_file("lr = 1"))
+case("a list of tables in place of a section", damage=config_file("[[train]]\nsteps = 1"))
+case("a config that extends itself", damage=config_file('extends = "small.toml"'))
+case("a config that extends a missing one", damage=config_file('extends = "base.toml"'))
+case("extends that names no file", damage=config_file("extends = 3"))
+case("brackets without end", damage=config_file("[run]\nname = " + "[" * 5000))
+case("an unknown section", "--optin.lr=1")
+case("an unknown key", "--optim.learning_rate=1")
+case("a stray word", "stray")
+case("a key without its section", "--lr=3")
+case("a key without a value", "--optim.lr")
+case("a text for a number", "--optim.lr=fast")
+case("NaN", "--optim.lr=nan")
+case("infinity", "--optim.lr=inf")
+case("a negative rate", "--optim.lr=-1e-6")
+case("a fraction of a step", "--train.steps=1.5")
+case("true for a number", "--train.steps=true")
+case("a number of 500 digits", f"--optim.lr={'9' * 500}")
+case("a number of 5000 digits", f"--train.steps={'9' * 5000}")
+case("a number for a flag", "--eval.greedy=1")
+case("a text for a table", "--data.fields=prompt")
+case("a date for a name", "--run.name=2024-01-01")
+case("a device that there is not", "--run.device=tpu")
+case("an unknown divergence", "--loss.divergence=kl")
+case("an order of alpha at its limit", "--loss.alpha=1")
+case("a threshold above the samples", "--presample.threshold=3")
+case("a plain form of another divergence", "--loss.divergence_form=plain")
+case("an estimator for reverse KL alone", "--loss.samples=own")
+case("two things that exclude each other", "--loss.samples=both", "--presample.top_k=4")
+case("an unbounded generator of sequences", "--loss.level=sequence", "--loss.divergence=forward_kl")
+case("one beta", "--optim.betas=[0.9]")
+case("a dual clip below 1", "--loss.dual_clip=0.5")
+case("more updates than rows", "--train.updates_per_step=9")
+case("a penalty longer than an answer", "--loss.overlong_buffer=3")
+case("a k above the samples", "--eval.k=[1, 8]")
+case("a run's name that is a path", "--run.name=../x")
+case("no run's name", "--run.name=")
+case("a zero byte in a name", '--run.name="a\\u0000b"')
+case("an evaluation set twice", '--data.eval=["miniature:test", "miniature:test"]')
+case("replay of a run without rollouts", "--replay", "elsewhere")
+case("evaluation of nothing", command="evaluate", config=False)
+case("evaluation without sets", "--data.eval=[]", command="evaluate")
+case("the same model twice", "model", "model", command="evaluate")
+case("a task that cannot be regraded", "--regrade", "x.jsonl", "--task", "poetry", command="evaluate", config=False)
+case("regrading a missing file", "--regrade", "x.jsonl", "--task", "math", command="evaluate", config=False)
+case("regrading a row without response", "--regrade", "x.jsonl", "--task", "math", command="evaluate", config=False,
+     damage=writes("x.jsonl", '{"answer": "1"}'))  # fmt: skip
+
+# ---- data --------------------------------------------------------------------------------------------------------
+
+
+def rows(what: str, content: str | bytes, *arguments: str, task: str = "math") -> None:
+    case(what, f"--data.train={task}:x.jsonl", *arguments, damage=writes("x.jsonl", content))
+
+
+GOOD = '{"question": "1 + 1?", "answer": "2"}\n'
+for name, source in {
+    "a source without a task": "x.jsonl",
+    "an unknown task": "poetry:x.jsonl",
+    "an unknown option": "miniature:train?cuont=3",
+    "an option without a value": "miniature:train?count",
+    "a limit of 0": "miniature:train?limit=0",
+    "an unknown set": "miniature:dev",
+    "a data file that is not there": "math:x.jsonl",
+    "a folder in place of a data file": "math:model",
+}.items():
+    case(name, f"--data.train={source}")
+rows("an empty file", "")
+rows("a file of blank lines", "\n \n")
+rows("a row cut short", GOOD + '{"question": "1 + ')
+rows("a row that is a list", GOOD + "[1]")
+rows("a row that is not UTF-8", GOOD.encode() + b'{"question": "\xff"}')
+rows("a row nested too deeply", "[" * 100_000)
+rows("half a surrogate pair", '{"question": "\\ud83d", "answer": "2"}')
+rows("a row without a question", '{"answer": "2"}')
+rows("a question that is a number", '{"question": 3, "answer": "2"}')
+rows("a blank question", '{"question": " ", "answer": "2"}')
+rows("a row without an answer", '{"question": "1 + 1?"}')
+rows("an answer that is true", '{"question": "1 + 1?", "answer": true}')
+rows("an answer that is NaN", '{"question": "1 + 1?", "answer": NaN}')
+rows("an answer of nothing", '{"question": "1 + 1?", "answer": "#### "}')
+rows("a chat without a role", '{"question": [{"content": "1 + 1?"}], "answer": "2"}')
+rows("an answer in no list", '{"question": "q", "final_answer": "2", "context": null}')
+rows("verl's row without ground truth", '{"prompt": [{"role": "user", "content": "q"}], "reward_model": {}}')
+rows("only overlong prompts", GOOD, "--data.max_prompt_tokens=1")
+rows("a database that is not there", '{"question": "q", "db_id": "x", "query": "SELECT 1"}', task="sql")
+rows("a database outside db_root", '{"question": "q", "db_id": "../x", "query": "SELECT 1"}', "--data.db_root=model",
+     task="sql")  # fmt: skip
+rows("an unknown comparison", '{"question": "q", "db_id": "x", "query": "SELECT 1", "cmp_method": "y"}',
+     "--data.db_root=model", task="sql")  # fmt: skip
+
+# ---- model folders -----------------------------------------------------------------------------------------------
+
+
+def config_json(**changes: object) -> Damage:
+    path = Path("model/config.json")
+    return lambda: path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage() -> None:
+        tensors = load_file("model/model.safetensors")
+        change(tensors)
+        save_file(tensors, "model/model.safetensors")
+
+    return damage
+
+
+def sharded(shards: object) -> Damage:
+    return lambda: (
+        Path("model/model.safetensors").unlink(),
+        Path("model/model.safetensors.index.json").write_text(json.dumps({"weight_map": shards})),
+    )
+
+
+NORM = "model.norm.weight"
+case("a model that is not there", "--model.path=/no/such/model")
+case("a file in place of a model", "--model.path=model/config.json")
+case("no config.json", damage=lambda: Path("model/config.json").unlink())
+case("a config.json that is no JSON", damage=writes("model/config.json", "{"))
+case("an unknown architecture", damage=config_json(model_type="gpt2"))
+case("a size that is a text", damage=config_json(hidden_size="32"))
+case("heads that do not divide", damage=config_json(num_key_value_heads=3))
+case("a quantised model", damage=config_json(quantization_config={"bits": 4}))
+case("no weights", damage=lambda: Path("model/model.safetensors").unlink())
+case("weights in a pickle alone",
+     damage=lambda: Path("model/model.safetensors").rename("model/pytorch_model.bin"))  # fmt: skip
+case("weights cut short", damage=lambda: os.truncate("model/model.safetensors", 1000))
+case("a header of 2^62 bytes", damage=writes("model/model.safetensors", (2**62).to_bytes(8, "little") + b"{}"))
+case("a missing shard", damage=sharded({NORM: "model-00001-of-00002.safetensors"}))
+case("a shard outside the folder", damage=sharded({NORM: "../secret.safetensors"}))
+case("an index without a map", damage=sharded(None))
+case("a missing tensor", damage=weights(lambda w: w.pop(NORM)))
+case("an extra tensor", damage=weights(lambda w: w.update(extra=torch.ones(1))))
+case("a tensor of another shape", damage=weights(lambda w: w.update({NORM: torch.ones(31)})))
+case("NaN weights", damage=weights(lambda w: w[NORM].fill_(float("nan"))))
+case("another vocabulary in config.json", damage=config_json(vocab_size=7))
+case("a vocabulary smaller than the tokenizer's",
+     damage=lambda: (config_json(vocab_size=7)(),
+                     weights(lambda w: w.update({k: w[k][:7].clone() for k in w if len(w[k]) > 96}))()))  # fmt: skip
+case("no tokenizer", damage=lambda: Path("model/tokenizer.model").unlink())
+case("a tokenizer that is none", damage=writes("model/tokenizer.model", "x"))
+case("no end token", damage=lambda: (writes("model/generation_config.json", "{}")(),
+                                     writes("model/tokenizer_config.json", "{}")(), strip_end()))  # fmt: skip
+case("a broken chat template", damage=writes("model/chat_template.jinja", "{% for"))
+case("a template that reaches for Python", damage=writes("model/chat_template.jinja", "{{ ''.__class__.__mro__ }}"))
+case("a template that divides by zero", damage=writes("model/chat_template.jinja", "{{ 1 / 0 }}"))
+case("a template without end", damage=writes("model/chat_template.jinja", "{{ range(10 ** 9) | list }}"))
+
+
+def strip_end() -> None:
+    """A tokenizer.json whose end token nothing names."""
+    import tokenizers
+
+    Path("model/tokenizer.model").unlink()
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save("model/tokenizer.json")
+
+
+# ---- run folders -------------------------------------------------------------------------------------------------
+
+RUN = "runs/small"
+
+
+def another_run() -> None:
+    writes(f"{RUN}/config.toml", to_toml(load_config("small.toml", ["--loss.eta=0.2"])))()
+    writes(f"{RUN}/metrics.jsonl", "")()
+
+
+def stale() -> None:
+    writes(f"{RUN}/presample/partition.jsonl", "")()
+    writes(f"{RUN}/presample/report.json", json.dumps({"fingerprint": {"model": "x"}}))()
+    save_file({"x": torch.ones(1)}, f"{RUN}/presample/rehearsal.safetensors")
+
+
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Another process that holds the lock of a run."""
+    writes(path, "")()
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield
+        child.terminate()
+
+
+case("the folder of another run", damage=another_run)
+case("a run's config.toml that is no TOML",
+     damage=lambda: (another_run(), writes(f"{RUN}/config.toml", "x")()))  # fmt: skip
+case("a run that another process works on")
+case("a file in place of the run's folder", damage=writes(RUN, ""))
+case("a runs folder that cannot be made", "--run.folder=/proc/runs")
+case("a partition of something else", damage=stale)
+case("a partition that is broken", damage=writes(f"{RUN}/presample/report.json", "{"))
+case("progress of something else", damage=writes(f"{RUN}/presample/progress.jsonl", '{"model": "x"}\n'))
+case("progress that is broken", damage=writes(f"{RUN}/presample/progress.jsonl", "x\n"))
+case("metrics that are broken", "--loss.divergence=none", damage=writes(f"{RUN}/metrics.jsonl", '{"step": 1}\nx\n'))
+case("metrics without a step", "--loss.divergence=none", damage=writes(f"{RUN}/metrics.jsonl", '{"reward": 1}\n'))
+case("no whole checkpoint", "--loss.divergence=none", damage=writes(f"{RUN}/checkpoints/step-1/state.json", "{}"))
+case("an evaluation that is broken", command="evaluate", damage=writes(f"{RUN}/evaluation/model.json", "{"))
+
+
+# ---- the test ----------------------------------------------------------------------------------------------------
+
+
+def answered(what: str, folder: Path) -> tuple[int, list[str], list[str]]:
+    """Exit code, lines on standard error without bars, and what is left half-written, of a case in `folder`."""
+    command, arguments, damage = CASES[what]
+    module, err, code = COMMANDS[command], io.StringIO(), 0
+    holder = locked(f"{RUN}/lock") if what == "a run that another process works on" else contextlib.nullcontext()
+    with contextlib.chdir(folder), holder:
+        if damage is not None:
+            damage()
+        old, sys.argv = sys.argv, [f"{command}.py", *arguments]
+        try:
+            with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+                run_command(module.main, "", getattr(module, "_arguments", config_argument))
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        except Exception as error:  # a traceback, for a user
+            return 1, [f"{type(error).__name__}: {error}"], []
+        finally:
+            sys.argv = old
+        new = [str(p) for p in Path("runs").rglob("*") if p.suffix == ".partial" or p.name == "state.json"]
+    lines = [line for line in err.getvalue().replace(str(folder), "...").split("\n") if line and "\r" not in line]
+    return code, lines, [] if what == "no whole checkpoint" else new
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("whole"))
+
+
+def made(folder: Path) -> Path:
+    """A folder in which `train small.toml` works."""
+    tiny_folder(folder / "model")
+    (folder / "small.toml").write_text(SMALL)
+    return folder
+
+
+def test_there_are_enough() -> None:
+    assert len(CASES) >= 60
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_a_wrong_input_is_answered_as_the_document_says(what: str, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    code, lines, half = answered(what, tmp_path)
+    assert code == 2, lines
+    assert half == []
+    assert lines[-1].startswith("error: "), lines
+    assert f"{what}\n    {lines[-1].removeprefix('error: ')}\n" in DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_what_is_unusual_but_right_is_taken(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "small.toml").write_bytes(b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode())
+    data = '\ufeff{"question": "1\u2028+ 1?", "answer": "2"}\r\n\r\n{"question": "2?", "answer": 2}'
+    (tmp_path / "x.jsonl").write_text(data, encoding="utf-8")
+    CASES["right"] = ("train", ["small.toml", "--data.train=math:x.jsonl", "--train.prompts_per_step=1"], None)
+    try:
+        assert answered("right", tmp_path)[0] == 0
+    finally:
+        del CASES["right"]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        source = made(Path(scratch) / "whole")
+        print("Wrong inputs and their answers, one line each, exit code 2: python -m tests.test_bad_input\n")
+        for number, name in enumerate(CASES):
+            place = shutil.copytree(source, Path(scratch) / str(number))
+            code, lines, _ = answered(name, place)
+            print(f"{name}\n    {lines[-1].removeprefix('error: ') if lines else ''}" + f" [{code}]" * (code != 2))
