@@ -29,6 +29,7 @@ from dph.rollouts import Rollout
 
 BLOCK = 128  # tokens summed together in the first stage of a draw
 NUCLEUS = 1024  # likeliest tokens looked at first for top_p
+CHECK_EVERY = 8  # steps between looks at who has ended, on a GPU: looking makes it wait
 PREFILL_TOKENS = 16384  # most prompt tokens, padding included, of one prefill
 
 
@@ -73,7 +74,7 @@ def sample_stream(model: Decoder, requests: Sequence[Request], settings: Setting
     if not waiting:
         return
     slots = _Slots(model, max(len(r.tokens) for r in requests), min(settings.max_rows, len(waiting)), settings)
-    check_every = 1 if slots.device.type == "cpu" else 8  # asking a GPU who has ended makes it wait
+    check_every = 1 if slots.device.type == "cpu" else CHECK_EVERY
     while True:
         yield from slots.collect()
         free = slots.free()
@@ -209,9 +210,15 @@ class _Slots:
         self.rows = [self.rows[slot] for slot in keep]
         for name in ("tokens", "logprobs", "uniforms", "lengths", "ended"):
             setattr(self, name, getattr(self, name)[index])
-        self.cache.keys, self.cache.values = self.cache.keys[:, index], self.cache.values[:, index]
-        self.cache.starts = self.cache.starts[index]
+        old, limit = self.cache, self.settings.max_new_tokens
+        self.cache.starts = old.starts[index]
         self._first_column()
+        width = old.column - old.first  # columns in use; none will be needed beyond those of the row with most to write
+        columns = width + limit - int(self.lengths.min()) + CHECK_EVERY
+        self.cache = KVCache.empty(self.model.config, len(keep), columns, old.keys.dtype, self.device)
+        for new, store in ((self.cache.keys, old.keys), (self.cache.values, old.values)):
+            new[:, :, :, :width] = store[:, :, :, old.first : old.column].index_select(1, index)
+        self.cache.starts, self.cache.column = old.starts - old.first, width
 
     def _move(self, column: int) -> None:
         """Moves every row so that the next column to write is `column`."""
