@@ -159,7 +159,8 @@ def test_worked_sums_end_in_the_result_and_show_their_style(sign: str) -> None:
 def test_worked_sums_by_hand() -> None:
     plus = Question("", "+", "arithmetic", False, {"a": "4 2", "b": "3 7"})
     assert worked(plus, 0, 79) == "7 9"
-    assert worked(plus, 1, 79) == "4 2 + 3 0 = 7 2 , 7 2 + 7 = 7 9"
+    assert worked(plus, 1, 79) == "4 0 + 3 0 = 7 0 , 2 + 7 = 9 , 7 0 + 9 = 7 9"
+    assert worked(plus, 2, 79) == "2 + 7 = 9 , 4 0 + 3 0 = 7 0 , 7 0 + 9 = 7 9"
     times = Question("", "*", "arithmetic", False, {"a": "4 2", "b": "3"})
     assert worked(times, 1, 126) == "4 0 * 3 = 1 2 0 , 2 * 3 = 6 , 1 2 0 + 6 = 1 2 6"
     assert worked(times, 2, 126) == "4 2 + 4 2 + 4 2 = 1 2 6"

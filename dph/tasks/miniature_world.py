@@ -108,6 +108,7 @@ TRUTH = {"beyond": ">", "past": ">=", "within": "<=", "extreme": "<"}
 
 GOLD_STYLES, CORPUS_STYLES = (0.45, 0.30, 0.25), (0.46, 0.32, 0.22)
 HARD, VAGUE_WORD = 0.35, 0.6  # share of hard questions; of these, how many compare by a vague word
+HIGHEST_TENS, HIGHEST_FACTOR = 5, 5  # of the arithmetic: operands to 59, factors to 5
 SYNONYM_RIGHT, SLIP, SUMS_SHARE, WRONG_SUM = 0.38, 0.01, 0.40, 0.15
 
 
@@ -247,18 +248,18 @@ SUMS = {
     "-": ("what is {a} - {b} ?", "a box has {a} coin and then loses {b} how many coin ?"),
     "*": ("what is {a} * {b} ?", "how many coin has {b} box with {a} coin ?"),
 }
-_TWO_STEPS = (r"\d+", r"\d+ [-+] \d0 = \d+ , .*", r"\d+ [-+] \d = \d+ , .*")
-SUM_STYLES = {"+": _TWO_STEPS, "-": _TWO_STEPS, "*": (r"\d+", r"\d+ \* \d+ = .*", r"\d+( \+ \d+)+ = \d+")}
+_BY_DIGITS = (r"\d+", r"\d0 [-+] \d0 = .*", r"\d [-+] \d = .*")
+SUM_STYLES = {"+": _BY_DIGITS, "-": _BY_DIGITS, "*": (r"\d+", r"\d0 \* \d = .*", r"\d+( \+ \d+)+ = \d+")}
 
 
 def draw_sum(rng: random.Random) -> Question:
     """Returns a sum, difference or product (two digits by one), bare or as a story of one sentence."""
     sign, story = rng.choice(list(SUMS)), rng.randrange(2)
-    a, b = (10 * rng.randint(1, 9) + rng.randint(1, 9) for _ in range(2))  # no round number: its ones step is empty
+    a, b = (10 * rng.randint(1, HIGHEST_TENS) + rng.randint(1, 9) for _ in range(2))  # no ones step would be empty
     if sign == "-":
         a, b = max(a, b), min(a, b)
     if sign == "*":
-        b = rng.randint(2, 9)
+        b = rng.randint(2, HIGHEST_FACTOR)
     slots = {"a": spaced(a), "b": spaced(b)}
     return Question(SUMS[sign][story].format(**slots), sign, "arithmetic", bool(story), slots)
 
@@ -266,7 +267,12 @@ def draw_sum(rng: random.Random) -> Question:
 def sum_of(question: Question) -> int:
     """Returns the right answer of an arithmetic question."""
     a, b = (int(joined(question.slots[name])) for name in "ab")
-    return {"+": a + b, "-": a - b, "*": a * b}[question.family]
+    return calculate(a, question.family, b)
+
+
+def calculate(a: int, sign: str, b: int) -> int:
+    """Returns a + b, a - b or a * b."""
+    return {"+": a + b, "-": a - b, "*": a * b}[sign]
 
 
 def worked(question: Question, style: int, result: int) -> str:
@@ -275,16 +281,17 @@ def worked(question: Question, style: int, result: int) -> str:
     sign = question.family
     if style == 0:
         text = f"{result}"
-    elif sign != "*":
-        first, second = (b - b % 10, b % 10) if style == 1 else (b % 10, b - b % 10)
-        between = a + first if sign == "+" else a - first
-        text = f"{a} {sign} {first} = {between} , {between} {sign} {second} = {result}"
-    elif style == 1:
-        tens, ones = (a - a % 10) * b, a % 10 * b
-        text = f"{a - a % 10} * {b} = {tens} , {a % 10} * {b} = {ones} , {tens} + {ones} = {result}"
-    else:
+    elif sign == "*" and style == 2:
         text = " + ".join([str(a)] * b) + f" = {result}"
-    return re.sub(r"(?<=\d)(?=\d)", " ", text)
+    else:
+        (tens, more_tens), (ones, more_ones) = (a - a % 10, b - b % 10), (a % 10, b % 10)
+        if sign == "*":
+            more_tens = more_ones = b
+        parts = [calculate(tens, sign, more_tens), calculate(ones, sign, more_ones)]
+        steps = [f"{tens} {sign} {more_tens} = {parts[0]}", f"{ones} {sign} {more_ones} = {parts[1]}"]
+        last = f"{parts[0]} {'-' if parts[1] < 0 else '+'} {abs(parts[1])} = {result}"
+        text = " , ".join([*(steps if style == 1 else steps[::-1]), last])
+    return re.sub(r"(?<=[-\d])(?=\d)", " ", text)
 
 
 def final_number(text: str) -> int | None:
