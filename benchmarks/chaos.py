@@ -57,6 +57,7 @@ def command(arguments: list[str], log: Path) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in its background without it
     sys.argv = ["train.py", *arguments]
     if log.parent.joinpath("model").exists():  # the tiny one's
         train.plot_run = lambda run: []  # pictures take longer than all the rest
