@@ -128,9 +128,13 @@ def rehearsal(policy: Policy, config: Config, answers: list[Answer], stored: lis
     print(f"L_pef = {loss.item():.6f}, eta L_pef = {eta * loss.item():.6f}\n```")
     (eta * loss).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    torch.optim.AdamW(model.parameters(), lr=2e-4).step()
+    torch.optim.SGD(model.parameters(), lr=5e-3).step()
     after = losses.rehearsal_loss(token_logprobs(model, batch, tau).logprobs, batch.logprobs, batch.mask, divergence)
-    stop(12, "The update", "Clip, AdamW, and the divergence has fallen; the trainer adds L_exp in the same step (E6).")
+    stop(
+        12,
+        "The update",
+        "Clip, a small step down this gradient alone, and the divergence has fallen; the trainer adds L_exp (E6).",
+    )
     print(
         f"gradient norm {norm.item():.4f}\nL_pef before {loss.item():.6f}, after {after.sum().item() / total:.6f}\n```"
     )
