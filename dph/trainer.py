@@ -90,14 +90,18 @@ class Trainer:
 
     def train_step(self) -> dict[str, Any]:
         """One rollout step and its optimizer steps; returns its metrics."""
-        meter, updates = Meter(), self.config.train.updates_per_step
-        rehearsal = self._draw_rehearsal(self.config.train.rehearsal_rows * updates)
+        train, meter = self.config.train, Meter()
+        rounds = train.updates_per_step * train.passes
+        rehearsal = self._draw_rehearsal(train.rehearsal_rows * rounds)
         experience = self.collector.collect(self.state, rehearsal, meter)
         with meter.seconds("train"):
-            for update in range(updates):
-                part = slice(update, None, updates)
-                rows, own = experience.rollouts[part], experience.own[part]
-                self._update(rows, experience.advantages[part], rehearsal[part], own, meter)
+            for update in range(rounds):
+                part, stored = (
+                    slice(update % train.updates_per_step, None, train.updates_per_step),
+                    slice(update, None, rounds),
+                )
+                rows, own = experience.rollouts[part], experience.own[stored]
+                self._update(rows, experience.advantages[part], rehearsal[stored], own, meter)
         self.state["step"] += 1
         return meter.means()
 

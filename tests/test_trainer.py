@@ -230,6 +230,17 @@ def test_the_order_is_endless_and_each_pass_holds_everything_once() -> None:
     assert order != shuffled(5, (1, 1), 0, 15)
 
 
+def test_passes_go_through_all_rollouts_again_and_leave_the_ratio_one_only_in_the_first(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "--train.updates_per_step=1", "--train.passes=3", "--optim.lr=1e-2")
+    seen: list[int] = []
+    update = made._update
+    made._update = lambda rows, *rest: (seen.append(len(rows)), update(rows, *rest))[1]  # type: ignore[method-assign]
+    metrics = made.train_step()
+    assert seen == [16, 16, 16]
+    assert made.state["updates"] == 3
+    assert metrics["clip_high_fraction"] + metrics["clip_low_fraction"] > 0
+
+
 def test_warm_up_is_linear(tmp_path: Path) -> None:
     made = trainer(tmp_path, "--optim.warmup_steps=4", "--optim.lr=4e-3")
     rates = [made.train_step()["lr"] for _ in range(1)]
