@@ -170,9 +170,7 @@ def test_shots_are_solved_turns_of_the_training_split_that_no_prompt_asks():
     assert [turn["role"] for turn in shots] == ["user", "assistant"] * 4
     for asked, answered in zip(shots[::2], shots[1::2], strict=True):
         expression = "".join(letter for letter in asked["content"] if letter in "0123456789+-*")
-        given, result = answered["content"].rstrip(".").replace(" ", "").split("=")
-        assert given == expression
-        assert int(result) == eval(expression)
+        assert int(answered["content"]) == eval(expression)
         assert all(asked["content"] != question(prompt) for prompt in train.items + test.items)
 
 

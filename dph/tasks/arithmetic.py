@@ -70,13 +70,13 @@ class ArithmeticTask(Task):
             examples += draw(random.Random(f"shot {shot} {seed}"), ops, digits, "train", 1, taken)
             taken.add(sum_of(*examples[-1][1:]))
         questions = draw(random.Random(f"{where} {seed}"), ops, digits, where, count, taken)
-        answer = "{} = \\boxed{{{}}}" if "\\boxed" in data.instruction else "{} = {}."
+        answer = "\\boxed{{{}}}" if "\\boxed" in data.instruction else "{}"
         before = [
             turn
             for wording, a, op, b in examples
             for turn in (
                 {"role": "user", "content": wording.format(f"{a} {op} {b}") + data.instruction},
-                {"role": "assistant", "content": answer.format(f"{a} {op} {b}", OPERATIONS[op](a, b))},
+                {"role": "assistant", "content": answer.format(OPERATIONS[op](a, b))},
             )
         ]
         for index, (wording, a, op, b) in enumerate(questions):
