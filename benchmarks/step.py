@@ -1,4 +1,4 @@
-"""Seconds of one training step, method by method, on the same model, prompts and settings: python benchmarks/step.py
+"""Seconds of one training step, method by method, on the same model, prompts and settings: python -m benchmarks.step
 
 Each config is run for a few steps from the same start; the table gives the seconds of sampling and grading, scoring and
 training, the whole step as a ratio to the first config's, and trained tokens a second. The paper's claim that rehearsal
