@@ -19,6 +19,18 @@ Every number below was printed by `python -m examples.tour > docs/tour.md` on th
 the same script. B is rows (answers), T response positions. Read it beside [equations.md](equations.md)."""
 
 
+OWN = '''### A divergence of your own
+One function in [divergences.py](../dph/divergences.py) returns (f(u), f'(u)) of log u; configs (`loss.divergence =
+"vincze_le_cam"`), tests of every generator and the pictures find it by its name.
+```python
+@generator("vincze_le_cam")
+def vincze_le_cam(log_u: Tensor) -> Pair:
+    """f(u) = (u - 1)^2 / (u + 1): sum of (pi_theta - pi_ref)^2 / (pi_theta + pi_ref)."""
+    u = torch.exp(log_u)
+    return (u - 1) ** 2 / (u + 1), 1 - 4 / (u + 1) ** 2
+```'''
+
+
 def show(name: str, value: Tensor, digits: int = 3) -> None:
     """One line: name, shape, the first values of the first rows."""
     first = value.detach()[:2, :8] if value.ndim == 2 else value.detach()[None, :8]
@@ -49,7 +61,8 @@ def tour(policy: Policy, data: PromptSet, config: Config) -> None:
     answers = ask(policy, data, config, exp, TRAIN)
     exploration(policy, data, config, exp, correct, answers)
     rehearsal(policy, config, answers, [a for a in counts[pef] if a.reward.value == 1])
-    print("\nThe loop that does this for many prompts is `train_step` in [trainer.py](../dph/trainer.py).")
+    print("\nThe loop that does this for many prompts is `train_step` in [trainer.py](../dph/trainer.py).\n")
+    print(OWN)
 
 
 def exploration(

@@ -176,6 +176,18 @@ def test_another_run_in_the_folder_is_refused_by_its_keys(call: Call, config: Pa
     assert "holds another run (loss.eta = 0.1 there, 0.2 here)" in err
 
 
+def test_recorded_rollouts_are_replayed_without_sampling(call: Call, config: Path, tmp_path: Path) -> None:
+    assert call("train", config, "--train.record_rollouts=true")[0] == 0
+    recorded = tmp_path / "runs" / "small"
+    assert call("train", config, "--run.name=again", "--replay", recorded)[0] == 0
+    sums = [
+        (tmp_path / "runs" / name / "checkpoints/step-2/model.safetensors").read_bytes() for name in ("small", "again")
+    ]
+    assert sums[0] == sums[1]
+    rows = [json.loads(line) for line in (tmp_path / "runs/again/metrics.jsonl").read_text().splitlines()]
+    assert not any("seconds/sample_and_grade" in row for row in rows)
+
+
 def test_debug_shows_the_traceback(call: Call, config: Path) -> None:
     assert "Traceback" in call("train", config, "--model.path=/no/such/model", "--debug")[2]
 

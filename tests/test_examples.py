@@ -11,7 +11,7 @@ from dph.config import load_config
 from dph.model import load_model
 from dph.tokenizer import load_tokenizer
 from examples.own_loop import rehearse
-from examples.tour import tour
+from examples.tour import OWN, tour
 from tests.helpers import WordTask, tiny_folder
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +26,8 @@ def test_the_tour_has_twelve_stops_like_its_document(tmp_path: Path, capsys: pyt
     headings = re.findall(r"^## .*$", text, re.M)
     assert [h.split()[1] for h in headings] == [f"{n}." for n in range(1, 13)]
     assert headings == re.findall(r"^## .*$", (ROOT / "docs" / "tour.md").read_text(encoding="utf-8"), re.M)
+    assert text.endswith(OWN + "\n")
+    assert (ROOT / "docs" / "tour.md").read_text(encoding="utf-8").endswith(OWN + "\n")
     before, after = map(float, re.findall(r"L_pef before (\S+), after (\S+)", text)[0])
     assert after < before
 

@@ -210,6 +210,42 @@ def test_combinations_without_meaning_are_refused(arguments: list[str], message:
         load_config(None, arguments)
 
 
+OLD, NEW, REF = [-1.5, -2.0], [-1.0, -2.0], [-1.2, -2.5]  # rho = e^.5, 1; log u = .2, .5
+HAND_COMPUTED = {
+    "grpo": -(1.2 + 1) / 2,
+    "dapo": -(1.28 + 1) / 2,
+    "rkl_k3": (0.0187308 + 0.1065307) / 2,
+    "rkl_k3_importance": (1.6487213 * 0.0187308 + 0.1065307) / 2,
+    "rkl_exact": (0.2 * -1 + 0.5 * -2) / 2,
+    "replay": -(0.2 + 0.5) / 2,
+    "dph_f": (0.0214028 + 0.1487213) / 2,
+    "dph_js": (0.0055258 + 0.0401280) / 2,
+    "dph_alpha": (0.0221218 + 0.1613409) / 2,
+    "dph_js_definition": -(0.1049917 + 0.2809298) / 4,
+}
+
+
+@pytest.mark.parametrize("method", HAND_COMPUTED)
+def test_each_baselines_loss_on_a_batch_computed_by_hand(method: str) -> None:
+    """One row of two tokens with A = 1, token-mean."""
+    old, new, ref = (torch.tensor([x], dtype=torch.float64) for x in (OLD, NEW, REF))
+    mask, one = torch.ones(1, 2, dtype=torch.bool), torch.ones(1)
+    name, _, estimator = method.partition("_")
+    if method in ("grpo", "dapo"):
+        values = losses.clipped_loss(new, old, one, mask, 0.2, 0.2 if method == "grpo" else 0.28)
+    elif name == "rkl":
+        values = losses.penalty_loss(new, old, ref, mask, make_divergence("reverse_kl"), estimator)
+    elif method == "dph_js_definition":
+        values = losses.js_reference_half(new, ref, mask)
+    else:
+        generators = {"replay": "forward_kl", "dph_f": "forward_kl", "dph_js": "js", "dph_alpha": "alpha"}
+        form = "plain" if method == "replay" else "standard"
+        divergence = make_divergence(generators[method], alpha=0.5, divergence_form=form)
+        values = losses.rehearsal_loss(new, ref, mask, divergence)
+    total = losses.denominator(torch.tensor([2]), "token-mean")
+    assert losses.aggregate(values, mask, "token-mean", total).item() == pytest.approx(HAND_COMPUTED[method], abs=1e-6)
+
+
 # Recorded rollouts
 
 
