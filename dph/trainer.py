@@ -133,7 +133,7 @@ class Trainer:
     ) -> int:
         """Gradient of L_exp + eta L_pef (E6); E8 has a second half of L_pef, on own samples. Returns trained tokens."""
         loss, every = self.config.loss, self.penalised or self.config.loss.entropy > 0
-        rows = [i for i in range(len(rollouts)) if every or advantages[i] != 0]
+        rows = [i for i, advantage in enumerate(advantages.tolist()) if every or advantage != 0]  # one wait for the GPU
         trained = self._backward(rollouts, rows, lambda i, b, s: self._exploration(advantages[i], b, s, meter))
         per_sequence = loss.level == "sequence"
         trained += self._backward(
