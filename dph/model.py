@@ -226,7 +226,7 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model. A new one holds PyTorch's default initialisation until `initialize` or a load."""
+    """A causal language model. A new one holds PyTorch's default initialisation until a load."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -268,16 +268,6 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), in the type of the model (or of autocast)."""
         return F.linear(hidden, (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight)
-
-    @torch.no_grad()
-    def initialize(self, seed: int) -> None:
-        """Weights to train from scratch: matrices N(0, initializer_range), norms 1, biases 0."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, weight in self.named_parameters():
-            if weight.ndim == 2:
-                weight.normal_(0.0, self.config.source.get("initializer_range", 0.02), generator=generator)
-            else:
-                weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> Decoder:

@@ -26,12 +26,22 @@ def tiny_model(seed: int = 0, vocab: int = 97, dtype: torch.dtype = torch.float3
             "num_key_value_heads": 2,
             "max_position_embeddings": 256,
             "rms_norm_eps": 1e-5,
-            "initializer_range": scale,
         }
     )
     model = Decoder(config)
-    model.initialize(seed)
+    initialize(model, seed, scale)
     return model.to(dtype)
+
+
+@torch.no_grad()
+def initialize(model: Decoder, seed: int, scale: float = 0.02) -> None:
+    """Random weights: matrices N(0, scale), norms 1, biases 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            weight.normal_(0.0, scale, generator=generator)
+        else:
+            weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def rollout(prompt: list[int], tokens: list[int], index: int = 0, sample: int = 0, reward: float = 0.0) -> Rollout:

@@ -41,6 +41,7 @@ from dph.tasks.miniature_world import (
 )
 from dph.tasks.sqlite import execute, same_result
 from dph.tokenizer import Tokenizer, load_tokenizer
+from tests.helpers import initialize
 
 TINY = Recipe(
     pairs=400, steps=20, batch=32, microbatch=16, lr=5e-3, warmup_steps=5, layers=1, width=32, feed_forward=64
@@ -284,7 +285,7 @@ def test_style_spread_by_hand() -> None:
 def test_a_short_training_lowers_the_loss(tokenizer: Tokenizer, base: Path) -> None:
     pairs = encode(corpus(0, TINY.pairs), tokenizer)
     model = load_model(base)
-    model.initialize(1)
+    initialize(model, 1)
     losses = train(model, pairs, 1, TINY)
     assert len(losses) == TINY.steps
     assert losses[-1] < losses[0] - 0.5

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dph.errors import UserError
 from dph.model import SIZES, Decoder, KVCache, ModelConfig, load_model, rope_frequencies, save_model
+from tests.helpers import initialize
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -370,7 +371,7 @@ def test_shards_are_one_model(tmp_path: Path, kind: str) -> None:
 def test_training_does_not_touch_the_file_it_was_loaded_from(tmp_path: Path) -> None:
     oracle(tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
-    load_model(tmp_path).initialize(1)
+    initialize(load_model(tmp_path), 1)
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
@@ -548,22 +549,6 @@ def test_many_missing_keys_are_cut_short(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Missing key.*model\.layers\.2\.self_attn\.q_proj\.weight") as caught:
         load_model(tmp_path)
     assert len(str(caught.value)) < 502 + len(str(tmp_path))
-
-
-# From scratch
-
-
-def test_initialize_is_a_function_of_the_seed() -> None:
-    config = ModelConfig.from_dict({**SMALL, "model_type": "qwen2", "initializer_range": 0.05})
-    models = [Decoder(config) for _ in range(3)]
-    for model, seed in zip(models, (0, 0, 1), strict=True):
-        model.initialize(seed)
-    first, same, other = (model.state_dict() for model in models)
-    assert all(torch.equal(weight, same[name]) for name, weight in first.items())
-    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
-    assert first["model.embed_tokens.weight"].std().item() == pytest.approx(0.05, rel=0.1)
-    assert first["model.norm.weight"].unique().tolist() == [1.0]
-    assert first["model.layers.0.self_attn.q_proj.bias"].unique().tolist() == [0.0]
 
 
 # A real checkpoint

@@ -83,9 +83,9 @@ STYLES = {
         f"{CITY} AND {{column}} {{op}} b",
     ),
     "range": (
+        f"SELECT name FROM {{child}} {CITY} AND {{column}} > {{low}} AND {{column}} < {{high}}",
         f"SELECT name FROM {{child}} {CITY} AND {{column}} BETWEEN {{low}} AND {{high}}",
         f"SELECT name FROM {{child}} {CITY} AND {{column}} >= {{low}} AND {{column}} <= {{high}}",
-        f"SELECT name FROM {{child}} {CITY} AND {{column}} > {{low}} AND {{column}} < {{high}}",
     ),
     "list": (
         f"SELECT name FROM {{child}} {CITY} AND {{column}} {{op}} {{low}}",
