@@ -1,68 +1,217 @@
-"""Seconds of one training step, method by method, on the same model, prompts and settings: python -m benchmarks.step
+"""Seconds and memory of one training step, method by method: python -m benchmarks.step MODEL
 
-Each config is run for a few steps from the same start; the table gives the seconds of sampling and grading, scoring and
-training, the whole step as a ratio to the first config's, and trained tokens a second. The paper's claim that rehearsal
-needs no online reference, so that it costs no scoring and no second model, is the column `scoring` and `models`.
+Each method trains a few steps from the same start, in a process of its own: --prompts x --samples answers of at most
+--tokens tokens that end where the model ends them; of the methods that rehearse, as many stored answers besides. The
+reward is a coin thrown by the answer's text, so that a step's cost does not hang on what the model can solve. TRL, where
+it is installed (pip install trl), takes the same GRPO step: same prompts, limits, rewards and micro-batches of 8 rows.
+
+The limit is the time of the step's matrix products alone: those of each decode step at the rows then in work, and three
+times (forward, and backward to inputs and weights) those of the trained tokens, micro-batch by micro-batch.
+
+MODEL is a model folder, or `miniature`. The table gives medians over the steps after the first.
 """
 
 import argparse
+import hashlib
 import json
-import shutil
+import multiprocessing
 import statistics
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from dph.answering import tokenize
-from dph.checkpoint import open_run
-from dph.cli import load_policy, open_task, set_up
-from dph.config import load_config
-from dph.presampling import presample
+from benchmarks.measure import cost, machine
+from benchmarks.sampler import ASKED
+from dph.answering import EVALUATE, Policy, PromptSet, answer, autocast, sampling_settings, tokenize
+from dph.cli import load_policy, set_up
+from dph.config import Config, load_config
+from dph.model import Decoder
+from dph.presampling import Partition
+from dph.rollouts import Rollout, microbatches, score
+from dph.tasks import Prompt, Reward, Task
 from dph.trainer import Trainer
 
-METHODS = ["grpo", "rkl", "dph_f", "dph_js", "dph_js_definition", "dph_f_top32"]
+METHODS = ["grpo", "dph_f", "dph_js", "rkl", "dph_js_definition", "dph_f_top32"]
 
 
-def measure(name: str, steps: int, threads: int) -> dict[str, float]:
-    """Medians over `steps` steps after one to warm up."""
-    config = load_config(f"configs/miniature_{name}.toml", [f"--run.name=bench_{name}", f"--run.threads={threads}"])
-    shutil.rmtree(config.run_folder, ignore_errors=True)
-    device, task = set_up(config), open_task(config.data.train, config)
-    open_run(config)
-    policy = load_policy(config.model.path, config, device)
-    data = tokenize(task, policy.tokenizer, config)
-    uses = config.loss.samples if config.loss.divergence != "none" else "nothing"
-    partition = presample(policy, data, config) if uses in ("reference", "both") else None
-    online = uses in ("own", "both")
-    reference = load_policy(config.model.path, config, device).model if online else None
-    trainer = Trainer(config, policy, data, partition, reference)
-    rows = [trainer.train_step() for _ in range(steps + 1)][1:]
-    shutil.rmtree(config.run_folder)
-    found = {
-        key: statistics.median(row[f"seconds/{key}"] for row in rows) for key in ("sample_and_grade", "score", "train")
-    }
-    tokens = statistics.median(row["trained_tokens"] for row in rows)
-    return {**found, "step": sum(found.values()), "trained_tokens": tokens, "models": 1.0 + online}
+def coin(text: str) -> float:
+    """1 or 0, by a hash of the text."""
+    return float(hashlib.blake2b(text.encode(), digest_size=1).digest()[0] % 2)
+
+
+class CoinTask(Task):
+    """Prompts whose answers are right by chance."""
+
+    def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
+        return [Reward.of("right" if coin(text) else "wrong") for _, text in pairs]
+
+
+def make_task(model: str, count: int, config: Config) -> Task:
+    """`count` prompts: of the miniature its own, of other models those of benchmarks/sampler.py."""
+    if model == "miniature":
+        from dph.cli import open_task
+
+        return CoinTask("coin", open_task("miniature:train", config).prompts()[:count])
+    asked = ({"role": "user", "content": ASKED[i % len(ASKED)]} for i in range(count))
+    return CoinTask("coin", [Prompt(i, (message,), None, {}) for i, message in enumerate(asked)])
+
+
+def settings(method: str, wanted: argparse.Namespace, folder: str) -> Config:
+    """The method's losses, from its config for the miniature, with the sizes of this benchmark."""
+    rows = wanted.prompts * wanted.samples
+    sizes = {
+        "model.path": wanted.model, "run.folder": folder if wanted.model != "miniature" else "runs",
+        "run.dtype": wanted.dtype, "run.threads": wanted.threads, "data.eval": [], "data.max_prompt_tokens": 1024,
+        "sampling.max_new_tokens": wanted.tokens, "sampling.max_rows": rows, "train.prompts_per_step": wanted.prompts,
+        "train.responses_per_prompt": wanted.samples, "train.rehearsal_rows": rows, "train.passes": 1,
+        "train.microbatch_tokens": wanted.microbatch_tokens, "optim.lr": 1e-6,
+    }  # fmt: skip
+    return load_config(f"configs/miniature_{method}.toml", [f"--{key}={json.dumps(v)}" for key, v in sizes.items()])
+
+
+def rehearsal(policy: Policy, data: PromptSet, config: Config) -> list[Rollout]:
+    """As many answers of the model as a step samples, with what presampling would store of them."""
+    how = sampling_settings(config, policy.tokenizer, EVALUATE)
+    numbers = [range(config.train.responses_per_prompt)] * len(data.questions)
+    rows = [a.rollout for a in answer(policy.model, policy.tokenizer, data.task, data.questions, numbers, how)]
+    budget, top_k = config.train.microbatch_tokens, config.presample.top_k
+    for rollout, (logprobs, top) in zip(rows, score(policy.model, rows, 1.0, budget, top_k), strict=True):
+        rollout.logprobs, rollout.top = logprobs, top
+    return rows
+
+
+def measure(method: str, wanted: argparse.Namespace) -> dict[str, float]:
+    """One method's medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = settings(method, wanted, folder)
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+        device, task = set_up(config), make_task(wanted.model, wanted.prompts, config)
+        steps: list[dict[str, Any]] = []
+        with cost() as everything:
+            policy = load_policy(config.model.path, config, device)
+            data = tokenize(task, policy.tokenizer, config)
+            uses = config.loss.samples if config.loss.divergence != "none" else "nothing"
+            reference = load_policy(config.model.path, config, device).model if uses in ("own", "both") else None
+            indices = [q.prompt.index for q in data.questions]
+            stored = rehearsal(policy, data, config) if uses in ("reference", "both") else []
+            trainer = Trainer(config, policy, data, Partition(indices, indices, stored), reference)
+            for _ in range(wanted.steps + 1):
+                with cost() as step:
+                    row = trainer.train_step()
+                steps.append({**row, "step": step.seconds})
+        median = {key: statistics.median(s[key] for s in steps[1:]) for key in steps[1] if isinstance(steps[1][key], float)}
+        rows = wanted.prompts * wanted.samples * (2 if stored else 1)
+        median |= {"peak": everything.peak, "rows": rows, "models": 1.0 + (reference is not None)}
+        if method == "grpo":
+            median["limit"] = limit(policy.model, rehearsal(policy, data, config), config)
+        return median
+
+
+def limit(model: Decoder, rollouts: list[Rollout], config: Config) -> float:
+    """Seconds of the matrix products of sampling these answers and of training on them."""
+    linears = [m.weight for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
+    lengths = [len(r.tokens) for r in rollouts]
+
+    def products(tokens: int, head: int, backward: bool) -> None:
+        for weight, rows in [*((w, tokens) for w in linears), (model.head, head)]:
+            x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            y = nn.functional.linear(x, weight)
+            if backward:
+                torch.mm(y, weight), torch.mm(y.T, x)
+
+    with torch.no_grad(), autocast(model, config.run.dtype), cost() as found:
+        for position in range(max(lengths)):
+            rows = sum(length > position for length in lengths)
+            products(rows, rows, False)
+        for group in microbatches(rollouts, config.train.microbatch_tokens):
+            longest = max(len(rollouts[i]) for i in group)
+            products(len(group) * longest, sum(lengths[i] for i in group), True)
+    return found.seconds
+
+
+def measure_trl(wanted: argparse.Namespace) -> dict[str, float]:
+    """TRL's GRPOTrainer on the same step."""
+    import trl
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    seconds: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.cost = cost()
+            self.step = self.cost.__enter__()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.cost.__exit__(None, None, None)
+            seconds.append(self.step.seconds)
+
+    if wanted.threads:
+        torch.set_num_threads(wanted.threads)
+    with tempfile.TemporaryDirectory() as folder, cost() as everything:
+        rows = wanted.prompts * wanted.samples
+        arguments = trl.GRPOConfig(
+            folder, per_device_train_batch_size=8, gradient_accumulation_steps=rows // 8, max_steps=wanted.steps + 1,
+            num_generations=wanted.samples, max_completion_length=wanted.tokens, beta=0.0, temperature=1.0,
+            learning_rate=1e-6, bf16=False, use_cpu=not torch.cuda.is_available(), gradient_checkpointing=False,
+            report_to="none", save_strategy="no", logging_strategy="no", shuffle_dataset=False, disable_tqdm=True,
+            model_init_kwargs={"dtype": "float32"},
+        )  # fmt: skip
+        asked = [ASKED[i % len(ASKED)] for i in range(wanted.prompts)]
+        data = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in asked])
+
+        def reward(completions: list[Any], **_: Any) -> list[float]:
+            return [coin(c[0]["content"]) for c in completions]
+
+        trl.GRPOTrainer(wanted.model, reward, arguments, train_dataset=data, callbacks=[Clock()]).train()
+    return {"step": statistics.median(seconds[1:]), "peak": everything.peak, "models": 1.0, "rows": rows}
+
+
+def alone(function: Any, *arguments: Any) -> dict[str, float]:
+    """Calls a function in a fresh process, whose memory is then its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)  # type: ignore[no-any-return]
+
+
+def show(found: dict[str, dict[str, float]]) -> None:
+    print("| method | models | sampling, grading, s | scoring | training | step | step / grpo | training a row / grpo | "
+          "tokens/s | peak MiB |")  # fmt: skip
+    print("|" + " --- |" * 10)
+    first = found["grpo"]
+    for name, f in found.items():
+        parts = [f"{f.get(f'seconds/{key}', float('nan')):.2f}" for key in ("sample_and_grade", "score", "train")]
+        a_row = [g.get("seconds/train", float("nan")) / g["rows"] for g in (f, first)]
+        rate = (f.get("sampled_tokens", float("nan")) + f.get("trained_tokens", float("nan"))) / f["step"]
+        ratios = [f"{f['step']:.2f}", f"{f['step'] / first['step']:.2f}", f"{a_row[0] / a_row[1]:.2f}"]
+        cells = [name, f"{f['models']:.0f}", *parts, *ratios, f"{rate:,.0f}", f"{f['peak']:,.0f}"]
+        print(f"| {' | '.join(cells).replace('nan', '-')} |")
+    print(f"limit: {first['limit']:.2f} s; grpo's step is {first['step'] / first['limit']:.2f} times that")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="a model folder, or miniature")
     parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="0 leaves PyTorch's own choice")
+    parser.add_argument("--microbatch-tokens", type=int, default=2048)
+    parser.add_argument("--trl", action="store_true", help="measure TRL, too")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     wanted = parser.parse_args()
-    found = {name: measure(name, wanted.steps, wanted.threads) for name in wanted.methods}
-    print("| method | models | sampling, grading | scoring | training | step | trained tokens/s | step / first |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    first = next(iter(found.values()))["step"]
-    for name, f in found.items():
-        seconds = f"{f['sample_and_grade']:.2f} | {f['score']:.2f} | {f['train']:.2f} | {f['step']:.2f}"
-        rate = f["trained_tokens"] / f["train"]
-        print(f"| {name} | {f['models']:.0f} | {seconds} | {rate:,.0f} | {f['step'] / first:.2f} |")
+    found = {name: alone(measure, name, wanted) for name in dict.fromkeys(["grpo", *wanted.methods])}
+    if wanted.trl:
+        found["trl"] = alone(measure_trl, wanted)
+    show(found)
     if wanted.out:
-        machine = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-        wanted.out.write_text(json.dumps({**machine, "methods": found}, indent=1) + "\n")
+        wanted.out.write_text(json.dumps({**machine(), **vars(wanted), "found": found}, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

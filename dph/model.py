@@ -125,6 +125,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
+Window = tuple[Tensor, Tensor]  # keys and values (rows, kv_heads, C, head_dim) of one layer: views of a KVCache
+
+
 @dataclass
 class KVCache:
     """Keys and values of rows that all write at one column. The owner may re-index rows and shift columns."""
@@ -142,12 +145,10 @@ class KVCache:
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return cls(keys, values, torch.zeros(rows, dtype=torch.int64, device=device))
 
-    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the next T columns of a layer, (rows, kv_heads, T, head_dim); returns all from `first` to them."""
-        end = self.column + keys.shape[2]
-        self.keys[layer, :, :, self.column : end] = keys
-        self.values[layer, :, :, self.column : end] = values
-        return self.keys[layer, :, :, self.first : end], self.values[layer, :, :, self.first : end]
+    def window(self, layer: int, length: int) -> Window:
+        """A layer's keys and values, (rows, kv_heads, C, head_dim), from `first` to the next `length` columns."""
+        columns = slice(self.first, self.column + length)
+        return self.keys[layer, :, :, columns], self.values[layer, :, :, columns]
 
     def mask(self, dtype: torch.dtype) -> Tensor:
         """0 where a row may look, −inf before its start: (rows, 1, 1, C) over the columns first..column."""
@@ -158,9 +159,9 @@ class KVCache:
 class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share one key and value head."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layer, self.head_dim, hidden = layer, config.head_dim, config.hidden_size
+        self.head_dim, hidden = config.head_dim, config.hidden_size
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         bias, head_norm = config.model_type == "qwen2", config.model_type == "qwen3"
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, out, bias=bias) for out in (queries, keys, keys))
@@ -168,21 +169,23 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        """x (B, T, D) -> (B, T, D). A mask means decoding: T = 1, and keys and values come from the cache."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, window: Window | None, mask: Tensor | None) -> Tensor:
+        """x (B, T, D) -> (B, T, D). The window's last T columns are written; with a mask (T = 1) all of it is read."""
         heads = (*x.shape[:2], -1, self.head_dim)  # (B, T, heads, head_dim)
         # Back to the type of x: autocast has made the projections bfloat16, norms and RoPE stay in float32.
         q = self.q_norm(self.q_proj(x).view(heads).to(x.dtype)).transpose(1, 2)  # (B, heads, T, head_dim)
         k = self.k_norm(self.k_proj(x).view(heads).to(x.dtype)).transpose(1, 2)  # (B, kv_heads, T, head_dim)
         v = self.v_proj(x).view(heads).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        stored = None if cache is None else cache.update(self.layer, k, v)
-        if stored is None or mask is None:
+        if window is not None:
+            for store, new in zip(window, (k, v), strict=True):
+                store[:, :, -x.shape[1] :] = new
+        if window is None or mask is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
         else:
             # The query heads of one kv head become that many query positions: no key or value is replicated.
             q = q.reshape(len(x), k.shape[1], -1, self.head_dim)
-            out = F.scaled_dot_product_attention(q, *stored, attn_mask=mask)
+            out = F.scaled_dot_product_attention(q, *window, attn_mask=mask)
         return self.o_proj(out.reshape(*x.shape[:2], -1))  # type: ignore[no-any-return]
 
 
@@ -203,15 +206,15 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each behind its norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(config, layer), MLP(config)
+        self.self_attn, self.mlp = Attention(config), MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, window: Window | None, mask: Tensor | None) -> Tensor:
         """x (B, T, D) -> (B, T, D)."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, mask)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, window, mask)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -221,7 +224,7 @@ class Trunk(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -252,8 +255,8 @@ class Decoder(nn.Module):
             if cache.column > 0:
                 positions, mask = (cache.column - cache.starts)[:, None, None], cache.mask(x.dtype)  # (B, 1, 1)
         cos, sin = self.angles(positions, x.dtype)  # (T, head_dim) or (B, 1, 1, head_dim)
-        for layer in self.model.layers:
-            x = layer(x, cos, sin, cache, mask)
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, None if cache is None else cache.window(index, length), mask)
         if cache is not None:
             cache.column += length
         return self.model.norm(x)  # type: ignore[no-any-return]
@@ -267,7 +270,12 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), in the type of the model (or of autocast)."""
-        return F.linear(hidden, (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight)
+        return F.linear(hidden, self.head)
+
+    @property
+    def head(self) -> Tensor:
+        """The vocabulary's matrix (V, D): lm_head's, or the embedding's where they are tied."""
+        return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
 
 
 def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> Decoder:
@@ -288,6 +296,8 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: D
         weights[name] = weight.to(device, dtype, copy=True)  # out of the mapped file, which may change
         if not weights[name].sum(dtype=torch.float32).isfinite():  # the sum is ten times as fast as a look at each
             raise UserError(f"{folder}: {name} holds NaN or infinite values in {dtype}")
+        if weight.ndim == 2 and torch.device(device).type == "cpu":  # column by column: MKL multiplies few rows, as
+            weights[name] = weights[name].T.contiguous().T  # decoding does, by such a matrix twice as fast
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:  # names what is missing, unexpected or of another shape, each on a line

@@ -6,11 +6,10 @@ pi_theta, pi_old and pi_ref alike, so a ratio at equal weights is 1. Masks come 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from dph.model import Decoder
 
@@ -97,26 +96,73 @@ def microbatches(rollouts: Sequence[Rollout], budget: int) -> Iterator[list[int]
 def token_logprobs(model: Decoder, batch: Batch, temperature: float, entropy_gradient: bool = False) -> Scores:
     """log pi(o_t | s_t) of every response token, with gradient.
 
-    The head and the softmax run on response positions alone, in chunks that are computed again in the backward pass,
-    so (B, T, V) never exists at once.
+    The head and the softmax run on response positions alone, in chunks (see `_Head`): (B, T, V) never exists.
 
     Args:
         temperature: tau; 0 is scored as 1.
         entropy_gradient: whether the entropies carry a gradient, too.
     """
     states, targets = _response_states(model, batch)  # (N, D), (N,)
-    ids = batch.top_ids[batch.mask] if batch.top_ids is not None else targets[:, None]  # (N, K)
-    size = max(1, LOGIT_FLOATS // model.config.vocab_size)
-    pieces = [
-        checkpoint(_score, model, *chunk, temperature or 1.0, entropy_gradient, use_reentrant=False)
-        for chunk in zip(*(torch.split(x, size) for x in (states, targets, ids)), strict=True)
-    ]
-    logprobs, entropy, top = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+    ids = targets[:, None] if batch.top_ids is None else torch.cat((targets[:, None], batch.top_ids[batch.mask]), 1)
+    scaled = states / (temperature or 1.0)
+    logprobs, entropy = _Head.apply(scaled, model.head, ids, entropy_gradient)  # type: ignore[no-untyped-call]
 
     def padded(flat: Tensor) -> Tensor:
         return flat.new_zeros(*batch.mask.shape, *flat.shape[1:]).index_put((batch.mask,), flat)
 
-    return Scores(padded(logprobs), padded(entropy), padded(top) if batch.top_ids is not None else None)
+    return Scores(padded(logprobs[:, 0]), padded(entropy), padded(logprobs[:, 1:]) if ids.shape[1] > 1 else None)
+
+
+class _Head(torch.autograd.Function):
+    """The vocabulary's softmax in chunks of positions whose logits are computed again for the gradient.
+
+    With z = W h and p = softmax(z): d log p(a) / dz = 1_a - p, and dH / dz = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        """States (N, D), weight (V, D), ids (N, K) -> log-probabilities (N, K), entropies (N,)."""
+        kind = states.device.type
+        ctx.cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        matrix, pieces = weight.to(ctx.cast), []
+        for chunk, chosen in _chunks(len(weight), states.to(ctx.cast), ids):
+            logits = _promote(chunk @ matrix.T)  # (n, V)
+            total = logits.logsumexp(-1, keepdim=True)
+            mean = torch.linalg.vecdot((logits - total).exp_(), logits)  # E[logit]; H = log Z - E[logit]
+            pieces.append((logits.gather(-1, chosen) - total, total[:, 0] - mean, total))
+        logprobs, entropy, total = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+        ctx.save_for_backward(states, weight, ids, total, entropy)
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Gradients for states (N, D) and weight (V, D)."""
+        states, weight, ids, total, entropy = ctx.saved_tensors
+        matrix, grad_weight, grad_states = weight.to(ctx.cast), torch.zeros_like(weight), []
+        rows = (states.to(ctx.cast), ids, total, grad, grad.sum(-1, keepdim=True), entropy, grad_entropy)
+        for chunk, chosen, log_z, g, g_sum, h, g_h in _chunks(len(weight), *rows):
+            logprobs = _promote(chunk @ matrix.T).sub_(log_z)  # (n, V)
+            pull = g_sum + g_h[:, None] * (logprobs + h[:, None]) if ctx.entropy_gradient else g_sum
+            dz = logprobs.exp_().mul_(-pull).scatter_add_(1, chosen, g).to(ctx.cast)
+            grad_states.append(dz @ matrix)
+            if ctx.cast == weight.dtype:
+                grad_weight.addmm_(dz.T, chunk)
+            else:
+                grad_weight += dz.T @ chunk
+        return torch.cat(grad_states).to(states.dtype), grad_weight, None, None
+
+
+def _chunks(vocabulary: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cuts tensors of N rows into pieces of so few that (n, V) holds at most LOGIT_FLOATS values."""
+    return zip(*(torch.split(x, max(1, LOGIT_FLOATS // vocabulary)) for x in rows), strict=True)
+
+
+def _promote(logits: Tensor) -> Tensor:
+    """float32, or the model's float64."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _response_states(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -125,22 +171,6 @@ def _response_states(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
     rows, steps = batch.mask.nonzero(as_tuple=True)  # (N,)
     positions = batch.prompt_lengths[rows] + steps
     return hidden[rows, positions - 1], batch.tokens[rows, positions]
-
-
-def _score(
-    model: Decoder, states: Tensor, targets: Tensor, ids: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """States (N, D), targets (N,), ids (N, K) -> log-probabilities (N,), entropies (N,), log-probabilities (N, K)."""
-    logits = _logits(model, states, temperature)  # (N, V)
-    total = logits.logsumexp(-1, keepdim=True)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):  # H = log Z - E[logit]
-        entropy = total[:, 0] - ((logits - total).exp() * logits).sum(-1)
-    return (logits.gather(-1, targets[:, None]) - total)[:, 0], entropy, logits.gather(-1, ids) - total
-
-
-def _logits(model: Decoder, states: Tensor, temperature: float) -> Tensor:
-    logits = model.logits(states)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
 @torch.no_grad()
@@ -156,8 +186,8 @@ def score(
         tops: list[tuple[Tensor, Tensor]] = []
         if top_k:
             states, _ = _response_states(model, batch)
-            chunks = torch.split(states, max(1, LOGIT_FLOATS // model.config.vocab_size))
-            found = [_logits(model, x, temperature or 1.0).log_softmax(-1).topk(top_k) for x in chunks]
+            chunks = _chunks(model.config.vocab_size, states / (temperature or 1.0))
+            found = [_promote(model.logits(x)).log_softmax(-1).topk(top_k) for (x,) in chunks]
             lengths = [len(rollouts[i].tokens) for i in group]
             values, ids = (torch.split(torch.cat([f[n] for f in found]).cpu(), lengths) for n in (0, 1))
             tops = list(zip(ids, values, strict=True))

@@ -4,7 +4,7 @@ How it is fast, a sentence each:
 - Each prompt is prefilled once, however many answers it gets; its keys and values are copied to their rows.
 - All rows write their next token in one shared cache column; a row knows its first valid column, so prompts of any
   length stand right-aligned side by side and a new one is written so that it ends at the shared column.
-- A row that has ended gives its place to a waiting answer; when none waits, the batch is packed.
+- A row that has ended gives its place to a waiting answer; when none waits, to the last row of the batch, which shrinks.
 - When the columns run out, everything moves left by the columns that no living row needs.
 - A token is drawn by inverting the cumulative distribution with one uniform number: sums of blocks of 128 first, then
   inside one block; top_p needs no full sort either, but for rows whose 1,024 likeliest tokens hold less than p.
@@ -73,7 +73,9 @@ def sample_stream(model: Decoder, requests: Sequence[Request], settings: Setting
     waiting = deque((request, number) for request in requests for number in request.samples)
     if not waiting:
         return
-    slots = _Slots(model, max(len(r.tokens) for r in requests), min(settings.max_rows, len(waiting)), settings)
+    rows, longest = min(settings.max_rows, len(waiting)), max(len(request.tokens) for request in requests)
+    room = max(64, settings.max_new_tokens // 2) if len(waiting) > rows else 0  # to run on before everything moves left
+    slots = _Slots(model, rows, longest + settings.max_new_tokens + room, settings)
     check_every = 1 if slots.device.type == "cpu" else CHECK_EVERY
     while True:
         yield from slots.collect()
@@ -83,7 +85,7 @@ def sample_stream(model: Decoder, requests: Sequence[Request], settings: Setting
             continue  # a first token may already end an answer
         if len(free) == len(slots.rows):
             return
-        if not waiting:
+        if free and not waiting:
             slots.pack()
         for _ in range(check_every):
             slots.step()
@@ -92,13 +94,11 @@ def sample_stream(model: Decoder, requests: Sequence[Request], settings: Setting
 class _Slots:
     """The rows of the batch: their cache, random numbers and what they have written. R rows, M new tokens at most."""
 
-    def __init__(self, model: Decoder, longest_prompt: int, rows: int, settings: Settings) -> None:
+    def __init__(self, model: Decoder, rows: int, columns: int, settings: Settings) -> None:
         self.model, self.settings = model, settings
         weight = next(model.parameters())
         self.device = weight.device
         limit = settings.max_new_tokens
-        # One row may fill longest_prompt + limit columns; the rest is room to run before everything moves left.
-        columns = longest_prompt + limit + max(64, limit // 2)
         self.cache = KVCache.empty(model.config, rows, columns, weight.dtype, self.device)
         self.rows: list[tuple[Request, int] | None] = [None] * rows
         self.tokens = torch.zeros(rows, limit, dtype=torch.int64, device=self.device)
@@ -202,23 +202,21 @@ class _Slots:
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """Drops ended rows once they are a quarter of the batch."""
-        keep = [slot for slot, row in enumerate(self.rows) if row is not None]
-        if len(keep) > 0.75 * len(self.rows):
-            return
-        index = torch.tensor(keep, device=self.device)
-        self.rows = [self.rows[slot] for slot in keep]
+        """Drops ended rows: living ones from the end of the batch take their places, all others stay where they are."""
+        cache, living = self.cache, [slot for slot, row in enumerate(self.rows) if row is not None]
+        count, order = len(living), list(range(len(living)))
+        holes = [slot for slot in order if self.rows[slot] is None]
+        movers = living[count - len(holes) :]
+        for hole, mover in zip(holes, movers, strict=True):
+            order[hole] = mover
+            for store in (cache.keys, cache.values):
+                store[:, hole, :, cache.first : cache.column] = store[:, mover, :, cache.first : cache.column]
+        cache.keys, cache.values = cache.keys[:, :count], cache.values[:, :count]
+        self.rows, index = [self.rows[slot] for slot in order], torch.tensor(order, device=self.device)
+        cache.starts = cache.starts[index]
         for name in ("tokens", "logprobs", "uniforms", "lengths", "ended"):
             setattr(self, name, getattr(self, name)[index])
-        old, limit = self.cache, self.settings.max_new_tokens
-        self.cache.starts = old.starts[index]
         self._first_column()
-        width = old.column - old.first  # columns in use; none will be needed beyond those of the row with most to write
-        columns = width + limit - int(self.lengths.min()) + CHECK_EVERY
-        self.cache = KVCache.empty(self.model.config, len(keep), columns, old.keys.dtype, self.device)
-        for new, store in ((self.cache.keys, old.keys), (self.cache.values, old.values)):
-            new[:, :, :, :width] = store[:, :, :, old.first : old.column].index_select(1, index)
-        self.cache.starts, self.cache.column = old.starts - old.first, width
 
     def _move(self, column: int) -> None:
         """Moves every row so that the next column to write is `column`."""
@@ -246,7 +244,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> 
     Returns: tokens (R,) int64, log-probabilities (R,) of softmax(logits / temperature).
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    probs = torch.softmax(logits / (temperature or 1.0), dim=-1)
+    probs = torch.softmax(logits if temperature in (0, 1) else logits / temperature, dim=-1)
     if temperature == 0:
         tokens = logits.argmax(-1)
     elif top_p < 1:
