@@ -1,8 +1,9 @@
 """How cost grows with rows, length and vocabulary: python -m benchmarks.scaling [--picture docs/scaling.png]
 
-A random Llama of 4 layers and width 256 samples answers of forced length, then scores them with gradient in micro-batches
-of 4,096 tokens. One size varies, the others stay at 64 rows, 128 tokens, a vocabulary of 32,768. Sampling is held
-against the limit of benchmarks/sampler.py. The growth is the slope of log seconds over log size between the last two sizes: 1 is linear.
+A random Llama of 4 layers and width 256 samples answers of forced length, then scores them with gradient in
+micro-batches of 4,096 tokens. One size varies, the others stay at 64 rows, 128 tokens, a vocabulary of 32,768. Sampling
+is held against the limit of benchmarks/sampler.py. The growth is the slope of log seconds over log size between a size
+and the one before: 1 is linear.
 """
 
 import argparse

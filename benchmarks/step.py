@@ -1,9 +1,9 @@
 """Seconds and memory of one training step, method by method: python -m benchmarks.step MODEL
 
 Each method trains a few steps from the same start, in a process of its own: --prompts x --samples answers of at most
---tokens tokens that end where the model ends them; of the methods that rehearse, as many stored answers besides. The
-reward is a coin thrown by the answer's text, so that a step's cost does not hang on what the model can solve. TRL, where
-it is installed (pip install trl), takes the same GRPO step: same prompts, limits, rewards and micro-batches of 8 rows.
+--tokens tokens that end where the model ends them; methods that rehearse train on as many stored answers besides. The
+reward is a coin thrown by the answer's text, so a step's cost does not hang on what the model can solve. With --trl,
+where it is installed (pip install trl), TRL takes the same GRPO step: same prompts, limits and rewards, 8 rows at once.
 
 The limit is the time of the step's matrix products alone: those of each decode step at the rows then in work, and three
 times (forward, and backward to inputs and weights) those of the trained tokens, micro-batch by micro-batch.
@@ -103,7 +103,8 @@ def measure(method: str, wanted: argparse.Namespace) -> dict[str, float]:
                 with cost() as step:
                     row = trainer.train_step()
                 steps.append({**row, "step": step.seconds})
-        median = {key: statistics.median(s[key] for s in steps[1:]) for key in steps[1] if isinstance(steps[1][key], float)}
+        numbers = [key for key, value in steps[1].items() if isinstance(value, float)]
+        median = {key: statistics.median(s[key] for s in steps[1:]) for key in numbers}
         rows = wanted.prompts * wanted.samples * (2 if stored else 1)
         median |= {"peak": everything.peak, "rows": rows, "models": 1.0 + (reference is not None)}
         if method == "grpo":
@@ -178,9 +179,8 @@ def alone(function: Any, *arguments: Any) -> dict[str, float]:
 
 
 def show(found: dict[str, dict[str, float]]) -> None:
-    print("| method | models | sampling, grading, s | scoring | training | step | step / grpo | training a row / grpo | "
-          "tokens/s | peak MiB |")  # fmt: skip
-    print("|" + " --- |" * 10)
+    columns = "models | sampling, grading, s | scoring | training | step | step / grpo | training a row / grpo"
+    print(f"| method | {columns} | tokens/s | peak MiB |\n|" + " --- |" * 10)
     first = found["grpo"]
     for name, f in found.items():
         parts = [f"{f.get(f'seconds/{key}', float('nan')):.2f}" for key in ("sample_and_grade", "score", "train")]

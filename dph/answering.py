@@ -121,6 +121,8 @@ class Actor:
     def __init__(self, model: Decoder, dtype: str) -> None:
         self.source = model
         self.model = copy.deepcopy(model).to(torch.bfloat16).requires_grad_(False) if dtype == "bf16" else model
+        if model.compiled and self.model is not model:  # a copy is not compiled
+            self.model.compile_layers()
 
     @torch.no_grad()
     def refresh(self) -> Decoder:

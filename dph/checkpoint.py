@@ -78,7 +78,7 @@ def write_text(path: Path, text: str) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a whole safetensors file, or leaves the old one."""
     with _beside(path) as partial:
-        save_file(dict(tensors), partial)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -196,5 +196,6 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[
         prefix = f"{name}:"
         kept = {key.removeprefix(prefix): x for key, x in moments.items() if key.startswith(prefix)}
         if kept:
-            optimizer.state[weight] = {key: x.to(weight.device) for key, x in kept.items()}
+            like = {1: weight.new_empty(()), 0: weight}  # a count, or a moment, laid out in memory as the weight is
+            optimizer.state[weight] = {k: torch.empty_like(like[x.ndim == 0]).copy_(x) for k, x in kept.items()}
     return read_json(folder / "state.json")

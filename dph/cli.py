@@ -1,7 +1,6 @@
 """What the three commands share: the command line, errors in one line, the device, the model and its data."""
 
 import argparse
-import ctypes
 import signal
 import sys
 import traceback
@@ -64,17 +63,9 @@ def set_up(config: Config) -> torch.device:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     torch.set_flush_denormal(True)  # AdamW's moments decay into denormal numbers, which CPUs handle slowly
-    keep_memory()
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device = 'cuda', but PyTorch finds no CUDA device; take auto or cpu")
     return torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def keep_memory() -> None:
-    """Has glibc keep freed memory for the next tensors; else a quarter of a decode step goes to fetching pages anew."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
 
 
 def resolve_model(path: str, config: Config) -> Path:
@@ -107,6 +98,8 @@ def load_policy(path: str, config: Config, device: torch.device) -> Policy:
         raise UserError(
             f"{folder}: {tokenizer.vocab_size} tokens in the tokenizer, {model.config.vocab_size} in the model"
         )
+    if config.model.compile:
+        model.compile_layers()
     return Policy(model, tokenizer, folder)
 
 

@@ -46,6 +46,7 @@ class ModelSection:
     """[model] the initial policy, pi_ref."""
 
     path: str = key("miniature", "folder in Hugging Face layout, a hub name, or 'miniature' (trained on demand)")
+    compile: bool = key(False, "torch.compile the layers (needs a C++ compiler on a CPU)")
 
 
 @dataclass(frozen=True)

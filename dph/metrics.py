@@ -20,17 +20,17 @@ class Meter:
 
     def __init__(self) -> None:
         self.totals: dict[str, Any] = defaultdict(float)
-        self.counts: dict[str, float] = defaultdict(float)
+        self.counts: dict[str, Any] = defaultdict(float)
 
-    def add(self, name: str, total: Tensor | float, count: float = 0) -> None:
+    def add(self, name: str, total: Tensor | float, count: Tensor | float = 0) -> None:
         """Adds to a mean; a count of 0 makes it a plain sum."""
         self.totals[name] = self.totals[name] + total
-        self.counts[name] += count
+        self.counts[name] = self.counts[name] + count
 
     def add_tokens(self, mask: Tensor, **values: Tensor) -> None:
         """Adds per-token values (B, T) to means over the tokens of mask (B, T)."""
         for name, value in values.items():
-            self.add(name, torch.where(mask, value.detach(), 0).sum(), int(mask.sum()))
+            self.add(name, torch.where(mask, value.detach(), 0).sum(), mask.sum())
 
     @contextmanager
     def seconds(self, phase: str) -> Iterator[None]:
@@ -43,7 +43,7 @@ class Meter:
 
     def means(self) -> dict[str, float]:
         """Every metric as a number, with the rates of sampling and training."""
-        found = {name: float(total) / (self.counts[name] or 1) for name, total in self.totals.items()}
+        found = {name: float(total) / (float(self.counts[name]) or 1) for name, total in self.totals.items()}
         for phase, tokens in (("sample_and_grade", "sampled_tokens"), ("train", "trained_tokens")):
             if found.get(f"seconds/{phase}"):
                 found[f"{tokens}_per_second"] = found.get(tokens, 0.0) / found[f"seconds/{phase}"]

@@ -233,7 +233,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.model = config, Trunk(config)
+        self.config, self.model, self.compiled = config, Trunk(config), False
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, False)
         # No buffer: it stays float32 when the model is cast, and real when the model is built on the meta device.
         self.frequencies, self.attention_factor = rope_frequencies(config)
@@ -267,6 +267,12 @@ class Decoder(nn.Module):
         angles = positions[..., None].float() * self.frequencies
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+    def compile_layers(self) -> None:
+        """torch.compile of what one layer does, for all layers, and for every number of rows and columns, at once."""
+        self.compiled = True
+        for layer in self.model.layers:
+            layer.compile(dynamic=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), in the type of the model (or of autocast)."""

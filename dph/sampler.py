@@ -4,7 +4,7 @@ How it is fast, a sentence each:
 - Each prompt is prefilled once, however many answers it gets; its keys and values are copied to their rows.
 - All rows write their next token in one shared cache column; a row knows its first valid column, so prompts of any
   length stand right-aligned side by side and a new one is written so that it ends at the shared column.
-- A row that has ended gives its place to a waiting answer; when none waits, to the last row of the batch, which shrinks.
+- A row that has ended gives its place to a waiting answer; when none waits, to the batch's last row, and it shrinks.
 - When the columns run out, everything moves left by the columns that no living row needs.
 - A token is drawn by inverting the cumulative distribution with one uniform number: sums of blocks of 128 first, then
   inside one block; top_p needs no full sort either, but for rows whose 1,024 likeliest tokens hold less than p.
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dph.model import Decoder, KVCache
@@ -258,7 +259,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """The first index at which the cumulative weight exceeds uniform * total: weights (R, V) >= 0, uniforms (R,)."""
     rows, size = weights.shape
     padding = -size % BLOCK
-    blocks = torch.nn.functional.pad(weights, (0, padding)).view(rows, -1, BLOCK)  # (R, V / 128, 128)
+    blocks = (F.pad(weights, (0, padding)) if padding else weights).view(rows, -1, BLOCK)  # (R, V / 128, 128)
     cumulative = blocks.sum(-1).double().cumsum(-1)
     block, rest = _search(cumulative, uniforms * cumulative[:, -1])
     inside = blocks[torch.arange(rows, device=weights.device), block].double().cumsum(-1)
