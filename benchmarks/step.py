@@ -179,14 +179,14 @@ def alone(function: Any, *arguments: Any) -> dict[str, float]:
 
 
 def show(found: dict[str, dict[str, float]]) -> None:
-    columns = "models | sampling, grading, s | scoring | training | step | step / grpo | training a row / grpo"
+    columns = "models | sampling, grading, s | scoring | training | step | step / grpo | training a token / grpo"
     print(f"| method | {columns} | tokens/s | peak MiB |\n|" + " --- |" * 10)
     first = found["grpo"]
     for name, f in found.items():
         parts = [f"{f.get(f'seconds/{key}', float('nan')):.2f}" for key in ("sample_and_grade", "score", "train")]
-        a_row = [g.get("seconds/train", float("nan")) / g["rows"] for g in (f, first)]
+        a_token = [g.get("seconds/train", float("nan")) / g.get("trained_tokens", 1.0) for g in (f, first)]
         rate = (f.get("sampled_tokens", float("nan")) + f.get("trained_tokens", float("nan"))) / f["step"]
-        ratios = [f"{f['step']:.2f}", f"{f['step'] / first['step']:.2f}", f"{a_row[0] / a_row[1]:.2f}"]
+        ratios = [f"{f['step']:.2f}", f"{f['step'] / first['step']:.2f}", f"{a_token[0] / a_token[1]:.2f}"]
         cells = [name, f"{f['models']:.0f}", *parts, *ratios, f"{rate:,.0f}", f"{f['peak']:,.0f}"]
         print(f"| {' | '.join(cells).replace('nan', '-')} |")
     print(f"limit: {first['limit']:.2f} s; grpo's step is {first['step'] / first['limit']:.2f} times that")
