@@ -1,4 +1,4 @@
-"""What the three commands share: the command line, errors in one line, the device, the model and its data."""
+"""What the commands share: the command line, errors in one line, the device, the model and its data."""
 
 import argparse
 import signal
@@ -36,24 +36,30 @@ def run_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.error = _fail  # type: ignore[method-assign]  # its own prints the usage, too
+    parser.error = fail  # type: ignore[method-assign]  # its own prints the usage, too
     declare(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments, overrides = parser.parse_known_intermixed_args()
+    to_the_end(lambda: main(load_config(arguments.config, overrides), arguments), arguments.debug)
+
+
+def to_the_end(work: Callable[[], None], debug: bool) -> None:
+    """Calls `work`; a user's mistake is one line and exit 2, Ctrl-C and SIGTERM are exit 130."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what is half-written is cleared away
     try:
-        main(load_config(arguments.config, overrides), arguments)
+        work()
     except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
-        if arguments.debug:
+        if debug:
             traceback.print_exc()
         if isinstance(error, KeyboardInterrupt):
             print("\ninterrupted; the same command continues where this one stopped", file=sys.stderr)
             sys.exit(130)
         full = isinstance(error, torch.OutOfMemoryError)
-        _fail("out of memory; lower sampling.max_rows or train.microbatch_tokens" if full else str(error))
+        fail("out of memory; lower sampling.max_rows or train.microbatch_tokens" if full else str(error))
 
 
-def _fail(message: str) -> NoReturn:
+def fail(message: str) -> NoReturn:
+    """One line on standard error, exit code 2."""
     print(f"error: {' '.join(message.split())[:600]}", file=sys.stderr)
     sys.exit(2)
 

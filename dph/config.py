@@ -183,8 +183,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     sections = {f.name: f for f in dataclasses.fields(Config)}
     for name in tables:
         if name not in sections:
-            raise UserError(f"unknown section [{name}]{_nearest(name, sections)}")
-    config = Config(**{name: _section(f.default_factory, name, tables.get(name, {})) for name, f in sections.items()})
+            raise UserError(f"unknown section [{name}]{nearest(name, sections)}")
+    made = {name: checked_section(f.default_factory, name, tables.get(name, {})) for name, f in sections.items()}
+    config = Config(**made)
     _check(config)
     return config
 
@@ -222,14 +223,14 @@ def _split_override(argument: str) -> tuple[str, str, Any]:
         return section, option, text
 
 
-def _section(kind: Any, section: str, values: Mapping[str, Any]) -> Any:
-    """One section's dataclass from its table, every value checked."""
+def checked_section(kind: Any, section: str, values: Mapping[str, Any]) -> Any:
+    """One section's dataclass, made of fields by `key`, from its table; every value is checked."""
     fields = {f.name: f for f in dataclasses.fields(kind)}
     hints = typing.get_type_hints(kind)
     checked = {}
     for name, value in values.items():
         if name not in fields:
-            raise UserError(f"unknown key {section}.{name}{_nearest(name, fields)}")
+            raise UserError(f"unknown key {section}.{name}{nearest(name, fields)}")
         checked[name] = _value(f"{section}.{name}", value, hints[name], fields[name].metadata)
     return kind(**checked)
 
@@ -265,7 +266,8 @@ def _value(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
     return value
 
 
-def _nearest(name: str, known: typing.Iterable[str]) -> str:
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """The end of an error's line about an unknown name: the one that was meant, or all there are."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
 

@@ -67,7 +67,7 @@ def build_base(folder: Path, seed: int, threads: int = 0, progress: bool = True,
         recipe: another than the default one.
     """
     recipe = recipe or Recipe()
-    target = folder / f"miniature-seed{seed}" / f"base-{_fingerprint(recipe, seed)}"
+    target = base_folder(folder, seed, recipe)
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +87,11 @@ def build_base(folder: Path, seed: int, threads: int = 0, progress: bool = True,
         if not target.is_dir():  # another process may have made the same meanwhile
             os.rename(made, target)
     return target
+
+
+def base_folder(folder: Path, seed: int, recipe: Recipe | None = None) -> Path:
+    """Returns where the base of a seed lies, or will lie once it is trained."""
+    return folder / f"miniature-seed{seed}" / f"base-{_fingerprint(recipe or Recipe(), seed)}"
 
 
 def _fingerprint(recipe: Recipe, seed: int) -> str:
