@@ -1,14 +1,21 @@
 # make quickstart   the whole method on the embedded default: base, pre-sampling, DPH-JS, evaluation, pictures
+# make study        the methods of study.toml over its seeds: METHODS=grpo,dph_js and SEEDS=2 pick some, see docs/study.md
 # make test         the tests
 # make check        ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check clean
+METHODS ?=
+SEEDS ?=
+
+.PHONY: quickstart study test check clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python train.py configs/quickstart.toml
+
+study: $(VENV)/.run
+	$(BIN)/python -m dph.study $(if $(METHODS),--methods $(METHODS)) $(if $(SEEDS),--seeds $(SEEDS))
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest

@@ -1,0 +1,309 @@
+"""What the study found, from its JSON files alone: statistics, the choice of each method's setting, tables.md.
+
+A number is a mean over all questions of all seeds. Its 95 % interval is a hierarchical bootstrap: seeds are drawn with
+replacement, and within each drawn seed its questions; so it covers another base, world and training set as well as
+other questions. A difference of two settings is that of the same questions of the same seeds (paired), resampled alike.
+
+Chosen is the value of the swept key with the highest mean of pass@1 and pass@16 on the validation questions, averaged
+over seeds. Those questions enter no other number.
+
+How to read it: `load_results` makes `Setting`s; `values` gives a score for each question, `estimate` its mean and
+interval; `write_tables` puts them together. Pictures of the same: study_plots.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dph.checkpoint import write_text
+from dph.errors import UserError, read_json
+from dph.evaluation import pass_at_k
+from dph.study_plan import BASE
+
+RESAMPLES = 2000
+KS = (1, 4, 8, 16, 32, 64)
+DOMAINS = {"in_domain": "in domain", "cross_domain": "cross-domain", "out_of_domain": "out of domain"}
+VALIDATION, CHOICE = "validation", (1, 16)  # the k whose mean pass@k on validation chooses
+Array = NDArray[np.float64]
+Rows = list[list[str]]
+
+
+class Estimate(NamedTuple):
+    """A mean with its 95 % interval, each NaN where nothing counts."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return "–" if self.mean != self.mean else f"{self.mean:.3f} ± {(self.high - self.low) / 2:.3f}"
+
+    def signed(self) -> str:
+        """As a difference with its interval, bold where that leaves 0 out."""
+        mean, low, high = (f"{round(x, 3) + 0.0:+.3f}".replace("-", "−") for x in self)  # + 0.0: no −0.000
+        text = f"{mean} [{low}, {high}]"
+        return f"**{text}**" if self.low > 0 or self.high < 0 else text
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A method at one value of its swept key: the runs' JSON objects by seed."""
+
+    method: str
+    sweep: str
+    value: float | None
+    runs: dict[int, dict[str, Any]]
+
+    @property
+    def swept(self) -> str:
+        """E.g. "eta = 16", or "" where nothing is swept."""
+        return "" if self.value is None else f"{self.sweep.rpartition('.')[2]} = {self.value:g}"
+
+    @property
+    def label(self) -> str:
+        """The method with its value, for pictures."""
+        return f"{self.method}, {self.swept}" if self.swept else self.method
+
+    def mean(self, of: Callable[[dict[str, Any]], float | None]) -> float:
+        """The mean over seeds of a number of each run; NaN where a run has none."""
+        return float(np.mean([np.nan if (x := of(run)) is None else x for run in self.runs.values()]))
+
+
+def load_results(folder: Path, order: Sequence[str] = ()) -> tuple[Setting | None, list[Setting], list[str]]:
+    """The base, all settings in `order` of their methods, and notes on files that are left out.
+
+    A run whose seed's base is not there, or has other weights, is left out: it can be held against nothing.
+
+    Raises: UserError where seeds of one setting were run with different settings.
+    """
+    runs = [(path.name, read_json(path)) for path in sorted(folder.glob("*.json"))]
+    bases = {run["seed"]: run for _, run in runs if run["method"] == BASE}
+    found: dict[tuple[str, float | None], Setting] = {}
+    notes = []
+    for name, run in runs:
+        if run["base"] != bases.get(run["seed"], {}).get("base"):
+            notes.append(f"{name} is left out: it started from another base than seed {run['seed']}'s")
+            continue
+        key = run["method"], run["value"]
+        setting = found.setdefault(key, Setting(run["method"], run["sweep"], run["value"], {}))
+        for other in setting.runs.values():
+            _same_settings(folder / name, run["settings"], other["settings"], other["seed"])
+        setting.runs[run["seed"]] = run
+    rank = {name: number for number, name in enumerate([BASE, *order])}
+    ordered = sorted(found.values(), key=lambda s: (rank.get(s.method, len(rank)), s.method, s.value or 0.0))
+    return found.get((BASE, None)), [s for s in ordered if s.method != BASE], notes
+
+
+def _same_settings(path: Path, here: Mapping[str, Any], there: Mapping[str, Any], seed: int) -> None:
+    for name in sorted((here.keys() | there.keys()) - {"run.seed"}):
+        if here.get(name) != there.get(name):
+            raise UserError(
+                f"{path}: {name} = {here.get(name)!r}, but {there.get(name)!r} at seed {seed}; run the study again"
+            )
+
+
+@cache
+def _weights(seeds: int, questions: int) -> Array:
+    """(RESAMPLES, seeds * questions): how often each question of each seed is drawn, from a fixed stream."""
+    stream = np.random.default_rng(0)
+    drawn = stream.integers(seeds, size=(RESAMPLES, seeds))
+    counts = stream.multinomial(questions, np.full(questions, 1 / questions), size=(RESAMPLES, seeds))
+    weights = np.zeros((RESAMPLES, seeds, questions))
+    np.add.at(weights, (np.arange(RESAMPLES)[:, None], drawn), counts)
+    return weights.reshape(RESAMPLES, -1)
+
+
+def estimate(values: Array, shares: Array | None = None) -> Estimate:
+    """The mean of values (seeds, questions) with its interval.
+
+    Args:
+        shares: how much each counts, (seeds, questions); None: all alike, and NaN not at all.
+    """
+    shares = (~np.isnan(values)).astype(np.float64) if shares is None else shares
+    flat, each = np.where(shares > 0, values * shares, 0.0).reshape(-1), shares.reshape(-1)
+    weights = _weights(*values.shape)
+    with np.errstate(invalid="ignore"):  # where none counts
+        mean, means = flat.sum() / each.sum(), (weights @ flat) / (weights @ each)
+    low, high = np.nanquantile(means, [0.025, 0.975]) if each.any() else (np.nan, np.nan)
+    return Estimate(float(mean), float(low), float(high))
+
+
+def values(setting: Setting, role: str, score: str, seeds: Iterable[int] | None = None) -> Array:
+    """One score of every question of a set, (seeds, questions).
+
+    Args:
+        score: "greedy"; "pass@K"; "bits", the entropy of the answers' styles; "top", the commonest style's share. NaN
+            where no answer is in any style.
+        seeds: which; None: all that the setting has.
+    """
+    wanted = sorted(setting.runs if seeds is None else seeds)
+    return np.array([_score(setting.runs[seed]["sets"][role], score) for seed in wanted])
+
+
+def _score(found: Mapping[str, Any], score: str) -> Array:
+    if score == "greedy":
+        return np.array(found["greedy"], dtype=np.float64)
+    if score.startswith("pass@"):
+        n, k = found["n"], int(score.removeprefix("pass@"))
+        chances: Array = np.array([pass_at_k(n, correct, k) for correct in range(n + 1)])
+        return np.array(chances[found["correct"]])
+    styles: Array = np.array(found["styles"], dtype=np.float64)  # (questions, styles)
+    with np.errstate(invalid="ignore"):
+        shares = styles / styles.sum(1, keepdims=True)
+    terms = -shares * np.log2(np.where(shares == 0, 1.0, shares))
+    return np.array(terms.sum(1) if score == "bits" else shares.max(1))
+
+
+def keep_explore(base: Setting, setting: Setting, role: str, k: int) -> tuple[Estimate, Estimate]:
+    """Keep and explore of E11, "solved" meaning in k answers drawn from those that there are.
+
+    A question counts for keep by the base's chance to solve it, for explore by its chance not to; with k = n these are
+    0 and 1, and both are what evaluation.keep_explore gives for the questions of all seeds together.
+    """
+    new, old = (values(s, role, f"pass@{k}", common(base, setting)) for s in (setting, base))
+    return estimate(new, old), estimate(new, 1 - old)
+
+
+def common(a: Setting, b: Setting) -> list[int]:
+    """The seeds that both have."""
+    return sorted(a.runs.keys() & b.runs.keys())
+
+
+def difference(a: Setting, b: Setting, role: str, score: str) -> Estimate:
+    """a - b on the same questions of the seeds that both have; NaN where they have none."""
+    seeds = common(a, b)
+    if not seeds:
+        return Estimate(np.nan, np.nan, np.nan)
+    return estimate(values(a, role, score, seeds) - values(b, role, score, seeds))
+
+
+def samples(setting: Setting, role: str) -> int:
+    """Answers to each question of a set, n."""
+    return min(int(run["sets"][role]["n"]) for run in setting.runs.values())
+
+
+def validation_score(setting: Setting) -> float:
+    """The mean of pass@1 and pass@16 on validation (of pass@n, where there are only n answers)."""
+    n = samples(setting, VALIDATION)
+    return float(np.mean([values(setting, VALIDATION, f"pass@{min(k, n)}").mean() for k in CHOICE]))
+
+
+def choose(settings: Sequence[Setting]) -> list[Setting]:
+    """One setting of each method: of those with the most seeds the best on validation; of equals the first."""
+    chosen = []
+    for method in dict.fromkeys(setting.method for setting in settings):
+        mine = [setting for setting in settings if setting.method == method]
+        most = max(len(setting.runs) for setting in mine)
+        chosen.append(max((s for s in mine if len(s.runs) == most), key=validation_score))
+    return chosen
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+HEAD = """# Tables of the study
+
+Written by `python -m dph.study --report` from the files in runs/; not by hand. What is compared, and how to read this:
+[study.md](../study.md).
+
+A number is the mean over all questions of all seeds ± half its 95 % interval (hierarchical bootstrap over seeds and
+questions). pass@k is of {n} answers a question. keep: the share of the questions solved by the base that are still
+solved; explore: the share of the others that are now solved; "solved" by at least one of the {n}. bits: entropy of the
+styles of a question's answers; top style: the share of the commonest.
+"""
+
+
+def write_tables(folder: Path, order: Sequence[str] = ()) -> Path:
+    """Writes FOLDER/tables.md from FOLDER/runs/*.json, and returns it. UserError: no base, or no run to report."""
+    base, settings, notes = load_results(folder / "runs", order)
+    if base is None or not settings:
+        raise UserError(f"{folder / 'runs'}: holds no {'base' if base is None else 'run'} to report")
+    chosen = choose(settings)
+    parts = [HEAD.format(n=samples(base, "in_domain")), *(f"Note: {note}.\n" for note in notes)]
+    parts += ["## Methods at the setting chosen on validation\n"]
+    parts += [f"### {name}\n\n{scores(base, chosen, role)}" for role, name in DOMAINS.items()]
+    parts += ["### Partition, seconds a step, memory\n\n" + COST + costs(chosen)]
+    grpo = next((setting for setting in chosen if setting.method == "grpo"), None)
+    for against in (each for each in (grpo, base) if each is not None):
+        others = [setting for setting in chosen if setting is not against]
+        parts += [f"## Each method minus {against.method}\n\n{PAIRED}{differences(others, against)}"]
+    parts += ["## Every setting\n", "### The choice\n\n" + choices(base, settings, chosen)]
+    parts += [f"### {name}\n\n{scores(base, settings, role)}" for role, name in DOMAINS.items()]
+    parts += ["### Partition, seconds a step, memory\n\n" + costs(settings), _made_with(base, settings)]
+    write_text(folder / "tables.md", "\n".join(parts))
+    return folder / "tables.md"
+
+
+COST = "Medians over a run's steps, means over seeds; memory is the largest of the training process.\n\n"
+PAIRED = "The same questions of the same seeds; bold where the interval leaves out 0.\n\n"
+
+
+def markdown(rows: Rows) -> str:
+    """A table; its first row is the header."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "| --- " * len(rows[0]) + "|", *lines[1:]]) + "\n"
+
+
+def scores(base: Setting, settings: Sequence[Setting], role: str) -> str:
+    """Greedy, pass@k, keep, explore and styles of one set."""
+    n = samples(base, role)
+    columns = ["greedy", *(f"pass@{k}" for k in KS if k <= n), "bits", "top"]
+    rows = [["method", "setting", "seeds", *columns[:-2], "keep", "explore", "bits", "top style"]]
+    for setting in (base, *settings):
+        told = [str(estimate(values(setting, role, score))) for score in columns]
+        kept = ["", ""] if setting is base else [str(each) for each in keep_explore(base, setting, role, n)]
+        rows.append([setting.method, setting.swept, str(len(setting.runs)), *told[:-2], *kept, *told[-2:]])
+    return markdown(rows)
+
+
+def costs(settings: Sequence[Setting]) -> str:
+    """|D_pef|, |D_exp|, seconds a step by phase, peak memory."""
+    phases = list(dict.fromkeys(phase for s in settings for run in s.runs.values() for phase in run["seconds"]))
+    rows = [["method", "setting", "D_pef", "D_exp", *(f"{phase} s" for phase in phases), "step s", "MB"]]
+    for setting in settings:
+        sizes = [setting.mean(lambda run, name=name: run[name]) for name in ("d_pef", "d_exp")]  # type: ignore[misc]
+        seconds = [setting.mean(lambda run, phase=phase: run["seconds"].get(phase, 0.0)) for phase in phases]  # type: ignore[misc]
+        memory = setting.mean(lambda run: run["peak_bytes"] / 1e6)
+        told = [f"{x:.2f}" for x in (*seconds, sum(seconds))]
+        rows.append(
+            [setting.method, setting.swept, *("–" if x != x else f"{x:.0f}" for x in sizes), *told, f"{memory:.0f}"]
+        )
+    return markdown(rows)
+
+
+def differences(settings: Sequence[Setting], against: Setting) -> str:
+    """pass@1, pass@16 and pass@64 of each domain, minus those of `against`."""
+    ks = {role: [k for k in (1, 16, 64) if k <= samples(against, role)] for role in DOMAINS}
+    rows = [["method", "setting", *(f"{name}, pass@{k}" for role, name in DOMAINS.items() for k in ks[role])]]
+    for setting in settings:
+        told = [difference(setting, against, role, f"pass@{k}").signed() for role in DOMAINS for k in ks[role]]
+        rows.append([setting.method, setting.swept, *told])
+    return markdown(rows)
+
+
+def choices(base: Setting, settings: Sequence[Setting], chosen: Sequence[Setting]) -> str:
+    """The scores on validation by which the settings are chosen."""
+    n = samples(base, VALIDATION)
+    ks = [min(k, n) for k in CHOICE]
+    rows = [["method", "setting", "seeds", *(f"pass@{k}" for k in ks), "their mean", ""]]
+    for setting in (base, *settings):
+        told = [str(estimate(values(setting, VALIDATION, f"pass@{k}"))) for k in ks]
+        mark = "chosen" if setting in chosen and setting.swept else ""
+        rows.append(
+            [setting.method, setting.swept, str(len(setting.runs)), *told, f"{validation_score(setting):.4f}", mark]
+        )
+    return markdown(rows)
+
+
+def _made_with(base: Setting, settings: Sequence[Setting]) -> str:
+    runs = [run for setting in (base, *settings) for run in setting.runs.values()]
+    versions, commits = (sorted({str(run[name]) for run in runs}) for name in ("torch", "commit"))
+    hours = sum(run["wall_seconds"] for run in runs) / 3600
+    return (
+        f"{len(runs)} runs, {hours:.1f} hours of one thread; torch {', '.join(versions)}; "
+        f"commit {', '.join(commit[:8] or 'unknown' for commit in commits)}.\n"
+    )
