@@ -17,11 +17,13 @@ to workers, `_Crew` is the workers' processes; the last process of each run is s
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -135,8 +137,9 @@ def _done(study: Study, run: Run) -> bool:
     old = read_json(study.results / f"{run.id}.json", optional=True)
     if not old:
         return False
-    stale = changed(old["settings"], run.settings) + ["base"] * (old["base"] != base_weights(run.config))
-    if stale:
+    base = base_weights(run.config)
+    stale = changed(old["settings"], run.settings) + ["base"] * (old["base"] != base)
+    if stale and base:  # else it is not known yet whether the base will be the same: the job asks again
         print(f"{run.id}: made with another {', '.join(stale)}; it is done anew")
     return not stale
 
@@ -171,36 +174,40 @@ def _seconds_of_old(study: Study) -> dict[str, list[float]]:
 def _time_left(
     waiting: Sequence[_Job], running: Sequence[tuple[_Job, float]], took: Mapping[str, list[float]], workers: int
 ) -> str:
-    """From what jobs of the same kind took, or all jobs where there is none of that kind yet."""
-    known = [seconds for kind in took.values() for seconds in kind]
-    if not known:
-        return "time left: known when the first job is done"
-    ahead = [statistics.fmean(took.get(job.kind) or known) for job in waiting]
-    begun = [statistics.fmean(took.get(job.kind) or known) - time.monotonic() + began for job, began in running]
+    """From what jobs of the same kind took, or all runs where there is none of that kind yet."""
+    of_runs = [seconds for kind, known in took.items() if kind not in (BASE, PRESAMPLE) for seconds in known]
+    if not of_runs:
+        return "time left: known when the first run is done"
+    ahead = [statistics.fmean(took.get(job.kind) or of_runs) for job in waiting]
+    begun = [statistics.fmean(took.get(job.kind) or of_runs) - time.monotonic() + began for job, began in running]
     left = max([sum(x for x in (*ahead, *begun) if x > 0) / workers, *begun, 0.0])
     if not left:
         return "the last ones take longer than such jobs did so far"
-    return f"about {left / 3600:.1f} h left" if left > 5400 else f"about {left / 60:.1f} min left"
+    return f"about {left / 3600:.1f} h left" if left > 5400 else f"about {left / 60:.0f} min left"
 
 
 class _Crew:
     """The processes at work. Each is a session of its own, so that Ctrl-C reaches it once, from here."""
 
     def __init__(self, study: Study) -> None:
-        self.study, self.live, self.lock, self.stopping = study, set[subprocess.Popen[bytes]](), threading.Lock(), False
+        self.study, self.live, self.lock, self.stopping = study, set[int](), threading.Lock(), False
 
     def stop(self) -> None:
         """Ends the processes as Ctrl-C would: a training saves and stops after its step."""
         with self.lock:
             self.stopping = True
-            for process in self.live:
-                process.terminate()
+            for number in self.live:
+                with contextlib.suppress(ProcessLookupError):  # it has ended this moment
+                    os.kill(number, signal.SIGTERM)
 
     def train(self, run: Run) -> None:
         """Trains, then measures; what stands there under another name is copied instead."""
+        if _done(self.study, run):
+            return
         if twin := _twin(self.study, run):
             twin |= {"method": run.method, "sweep": run.sweep, "value": run.value}
-            return write_result(self.study.results / f"{run.id}.json", twin)
+            write_result(self.study.results / f"{run.id}.json", twin)
+            return
         folder = self._prepare(run, run.config.run_folder, run.settings)
         if run.uses_partition:
             source = partition_of(self.study, run) / "presample"
@@ -240,7 +247,8 @@ class _Crew:
         """Runs Python with `arguments`, its words into the log. UserError: the line in which it failed."""
         log = self.study.runs / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         began = time.monotonic()
         with log.open("ab") as words, self.lock:
             if self.stopping:
@@ -249,14 +257,14 @@ class _Crew:
             process = subprocess.Popen(
                 [sys.executable, *arguments], stdout=words, stderr=words, env=environment, start_new_session=True
             )
-            self.live.add(process)
+            self.live.add(process.pid)
         _, status, used = os.wait4(process.pid, 0)  # not process.wait: what this child alone used is wanted
         with self.lock:
             process.returncode = os.waitstatus_to_exitcode(status)
-            self.live.discard(process)
+            self.live.discard(process.pid)
         peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # at least this process's: Linux counts from
         # the copy that begins a child, and this one has loaded no more than a training does
-        command = Path(arguments[arguments[0] == "-m"]).name
+        command = Path(arguments[1] if arguments[0] == "-m" else arguments[0]).name
         append_rows(folder / USAGE, [{"command": command, "seconds": time.monotonic() - began, "peak_bytes": peak}])
         if process.returncode and not self.stopping:
             raise UserError(f"{name}: {_last_words(log, start)} (log: {log})")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import presample
 import train
@@ -412,13 +413,13 @@ def test_a_crew_that_is_stopping_starts_nothing(study: Study, monkeypatch: pytes
 
 
 def test_the_time_left_is_that_of_jobs_of_the_same_kind() -> None:
-    jobs = [_Job(kind, kind, (), lambda: None) for kind in ("grpo", "dapo")]
-    assert _time_left(jobs, [], {}, 2) == "time left: known when the first job is done"
-    took = {"grpo": [600.0, 1200.0], "base": [300.0]}  # nothing is known of dapo: 700, the mean of all
-    assert _time_left(jobs, [], took, 2) == "about 13.3 min left"
-    assert _time_left([], [(jobs[0], time.monotonic() - 300)], took, 2) == "about 10.0 min left"
+    jobs = [_Job(kind, kind, (), lambda: None) for kind in ("grpo", "dapo", BASE)]
+    assert _time_left(jobs, [], {BASE: [60.0]}, 2) == "time left: known when the first run is done"
+    took = {"grpo": [600.0, 1200.0], "rkl": [1500.0], BASE: [300.0]}  # of dapo nothing is known: all runs' mean, 1100
+    assert _time_left(jobs, [], took, 2) == "about 19 min left"  # (900 + 1100 + 300) / 2 s
+    assert _time_left([], [(jobs[0], time.monotonic() - 300)], took, 2) == "about 10 min left"
     assert _time_left([], [(jobs[0], time.monotonic() - 3000)], took, 2).startswith("the last ones take longer")
-    assert _time_left(jobs * 20, [], took, 2) == "about 4.4 h left"
+    assert _time_left(jobs * 10, [], took, 2) == "about 3.2 h left"
 
 
 def test_make_passes_on_what_is_picked() -> None:
@@ -577,14 +578,24 @@ def test_the_tables_say_what_the_files_say(report: Path) -> None:
     assert "8 runs, 4.0 hours of one thread; torch 2; commit 01234567." in text
 
 
-def test_pictures_are_drawn_of_whatever_there_is(report: Path) -> None:
+def test_pictures_show_what_the_files_say(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["pass_at_k.png", "training.png", "styles.png", "keep_explore.png", "pareto.png"]
     assert [path.name for path in draw(report)] == names
-    before = [(report / name).read_bytes() for name in names]
+    assert all((report / name).read_bytes().startswith(b"\x89PNG") for name in names)
     for path in {*(report / "runs").glob("*seed1.json"), *(report / "runs").glob("dph_f*")}:
-        path.unlink()
-    draw(report)  # one method at one seed, nothing swept
-    assert [(report / name).read_bytes() != old for name, old in zip(names, before, strict=True)] == [True] * 5
+        path.unlink()  # one method at one seed, nothing swept
+    seen: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: seen.update({path.name: figure}))
+    draw(report)
+    base, grpo = ([*map(float, line.get_ydata())] for line in seen["pass_at_k.png"].axes[0].lines)
+    assert base == [pytest.approx(np.mean([pass_at_k(16, c, k) for c in (8, 8, 0, 16)])) for k in (1, 2, 4, 8, 16)]
+    assert grpo == [0.5] * 5
+    last = seen["training.png"].axes[1].lines[-1]
+    assert np.array([last.get_xdata(), last.get_ydata()]).tolist() == [[0, 50, 100], [0.9, 0.8, 0.7]]
+    assert [bar.get_width() for bar in seen["styles.png"].axes[0].containers[0]] == [0.75, 1.0]  # 8, 8, 16, 16 of 16
+    plane = {line.get_label(): (line.get_xdata()[0], line.get_ydata()[0]) for line in seen["pareto.png"].axes[0].lines}
+    assert plane == {"base": (0.5, 0.75), "grpo": (0.5, 0.5)}
+    assert [line.get_label() for line in seen["pareto.png"].axes[1].lines] == ["base", "grpo: 300 MB"]
 
 
 def test_what_came_from_another_base_is_left_out_and_said(report: Path) -> None:
