@@ -115,7 +115,8 @@ class TrainConfig:
     """[train] the loop."""
 
     steps: int = key(200, "rollout steps", low=0)
-    prompts_per_step: int = key(24, "prompts of D_exp a step", low=1)
+    explore: str = key("exp", "prompts to explore where there is a partition: D_exp's or all", "exp", "all")
+    prompts_per_step: int = key(24, "prompts explored a step", low=1)
     responses_per_prompt: int = key(8, "G, answers of one group", low=2)
     updates_per_step: int = key(2, "optimizer steps into which a step's rollouts are cut", low=1)
     passes: int = key(1, "times that a step's rollouts are gone through (GRPO's mu)", low=1)

@@ -52,7 +52,7 @@ class Trainer:
         """`partition`: None explores all prompts; `reference`: pi_ref online, for a divergence on own samples."""
         self.config, self.policy, self.model, self.sets = config, policy, policy.model, sets
         self.device = next(policy.model.parameters()).device
-        explore = None if partition is None else set(partition.exp)
+        explore = None if partition is None or config.train.explore == "all" else set(partition.exp)
         questions = [q for q in data.questions if explore is None or q.prompt.index in explore]
         self.collector = Collector(config, policy, data, questions, reference)
         self.rehearsal = partition.rehearsal if partition is not None and config.loss.eta > 0 else []

@@ -1,0 +1,71 @@
+"""Speed, as ratios within one run (a time would depend on the machine), and what must not change it: compiled layers."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.measure import cost
+from benchmarks.sampler import limit
+from benchmarks.scaling import make_model
+from dph.answering import Actor
+from dph.cli import load_policy
+from dph.config import load_config
+from dph.model import load_model
+from dph.rollouts import collate, token_logprobs
+from dph.sampler import Request, Settings, sample
+from dph.tasks.miniature_base import Recipe, build_base
+from tests.helpers import rollout
+
+ROWS, TOKENS = 64, 32
+
+
+def test_decoding_keeps_near_the_limit_of_its_matrix_products() -> None:
+    """Sampling takes a bounded multiple of its matrix products alone (it measures 2 to 3 on a quiet machine)."""
+    model, settings = make_model(4096, "cpu"), Settings((0,), (), TOKENS, max_rows=ROWS)
+    requests = [Request(i, [1, 2, 3], range(8)) for i in range(ROWS // 8)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ratios = []
+        for _ in range(5):
+            with cost() as ours:
+                sample(model, requests, settings)
+            with cost() as products:
+                limit(model, ROWS, TOKENS)
+            ratios.append(ours.seconds / products.seconds)
+    finally:
+        torch.set_num_threads(threads)
+    assert statistics.median(ratios) < 5
+
+
+def test_compiled_layers_change_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_eagerly(monkeypatch)
+    base = build_base(tmp_path, 0, progress=False, recipe=Recipe(pairs=200, steps=2))
+    config = load_config("configs/miniature_grpo.toml", [f"--model.path={base}", "--model.compile=true"])
+    plain, compiled = load_model(base), load_policy(config.model.path, config, torch.device("cpu")).model
+    assert compiled.compiled and Actor(compiled, "bf16").model.compiled
+    batch = collate([rollout([1, 5, 6], [7, 8, 2]), rollout([1, 9], [10, 2])], "cpu")
+    scores = []
+    for model in (plain, compiled):
+        scored = token_logprobs(model, batch, 1.0).logprobs
+        torch.autograd.backward(scored.sum())
+        scores.append(scored)
+    torch.testing.assert_close(*scores)
+    for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    requests = [Request(0, [1, 5, 6], range(4)), Request(1, [1, 9], range(4))]
+    there, here = (sample(m, requests, Settings((0,), (2,), 10)) for m in (plain, compiled))
+    assert [r.tokens for r in there] == [r.tokens for r in here]
+
+
+def compile_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are traced into graphs as ever, but these are run as they are: no compiler is needed, and no minute."""
+    compile_ = torch.nn.Module.compile
+
+    def eager(module: torch.nn.Module, **options: Any) -> None:
+        compile_(module, backend="eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", eager)
