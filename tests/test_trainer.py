@@ -245,3 +245,10 @@ def test_warm_up_is_linear(tmp_path: Path) -> None:
     made = trainer(tmp_path, "--optim.warmup_steps=4", "--optim.lr=4e-3")
     rates = [made.train_step()["lr"] for _ in range(1)]
     assert rates == pytest.approx([1.5e-3]), "mean of 1e-3 and 2e-3, two updates a step"
+
+
+@pytest.mark.parametrize(("explore", "count"), [("exp", 8), ("all", 12)])
+def test_exploration_is_of_d_exp_or_of_all_prompts(tmp_path: Path, explore: str, count: int) -> None:
+    made = trainer(tmp_path, *JS, f"--train.explore={explore}", pef=4)
+    assert len(made.collector.explore) == count
+    assert {r.prompt for r in made.rehearsal} == {0, 1, 2, 3}
