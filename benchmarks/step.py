@@ -2,8 +2,9 @@
 
 Each method trains a few steps from the same start, in a process of its own: --prompts x --samples answers of at most
 --tokens tokens that end where the model ends them; methods that rehearse train on as many stored answers besides. The
-reward is a coin thrown by the answer's text, so a step's cost does not hang on what the model can solve. With --trl,
-where it is installed (pip install trl), TRL takes the same GRPO step: same prompts, limits and rewards, 8 rows at once.
+reward is a coin thrown by the answer's text, so a step's cost does not hang on what the model can solve; prompts beyond
+the share --mixed are always answered rightly, so that their rows have no advantage, as is often the case for half.
+With --trl, where it is installed (pip install trl), TRL takes the same GRPO step: same prompts, limits and rewards.
 
 The limit is the time of the step's matrix products alone: those of each decode step at the rows then in work, and three
 times (forward, and backward to inputs and weights) those of the trained tokens, micro-batch by micro-batch.
@@ -38,19 +39,23 @@ from dph.trainer import Trainer
 METHODS = ["grpo", "dph_f", "dph_js", "rkl", "dph_js_definition", "dph_f_top32"]
 
 
-def coin(text: str) -> float:
-    """1 or 0, by a hash of the text."""
+def coin(index: int, text: str, mixed: float) -> float:
+    """1 or 0, by a hash of the text; always 1 for prompts outside the share `mixed`."""
+    if int((index + 1) * mixed) == int(index * mixed):
+        return 1.0
     return float(hashlib.blake2b(text.encode(), digest_size=1).digest()[0] % 2)
 
 
 class CoinTask(Task):
     """Prompts whose answers are right by chance."""
 
+    mixed = 1.0
+
     def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
-        return [Reward.of("right" if coin(text) else "wrong") for _, text in pairs]
+        return [Reward.of("right" if coin(prompt.index, text, self.mixed) else "wrong") for prompt, text in pairs]
 
 
-def make_task(model: str, count: int, config: Config) -> Task:
+def make_task(model: str, count: int, config: Config) -> CoinTask:
     """`count` prompts: of the miniature its own, of other models those of benchmarks/sampler.py."""
     if model == "miniature":
         from dph.cli import open_task
@@ -90,6 +95,7 @@ def measure(method: str, wanted: argparse.Namespace) -> dict[str, float]:
         config = settings(method, wanted, folder)
         config.run_folder.mkdir(parents=True, exist_ok=True)
         device, task = set_up(config), make_task(wanted.model, wanted.prompts, config)
+        task.mixed = wanted.mixed
         steps: list[dict[str, Any]] = []
         with cost() as everything:
             policy = load_policy(config.model.path, config, device)
@@ -119,7 +125,7 @@ def limit(model: Decoder, rollouts: list[Rollout], config: Config) -> float:
 
     def products(tokens: int, head: int, backward: bool) -> None:
         for weight, rows in [*((w, tokens) for w in linears), (model.head, head)]:
-            x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            x = torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
             y = nn.functional.linear(x, weight)
             if backward:
                 torch.mm(y, weight), torch.mm(y.T, x)
@@ -165,8 +171,9 @@ def measure_trl(wanted: argparse.Namespace) -> dict[str, float]:
         asked = [ASKED[i % len(ASKED)] for i in range(wanted.prompts)]
         data = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in asked])
 
-        def reward(completions: list[Any], **_: Any) -> list[float]:
-            return [coin(c[0]["content"]) for c in completions]
+        def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+            pairs = zip(prompts, completions, strict=True)
+            return [coin(asked.index(p[0]["content"]), c[0]["content"], wanted.mixed) for p, c in pairs]
 
         trl.GRPOTrainer(wanted.model, reward, arguments, train_dataset=data, callbacks=[Clock()]).train()
     return {"step": statistics.median(seconds[1:]), "peak": everything.peak, "models": 1.0, "rows": rows}
@@ -203,6 +210,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="0 leaves PyTorch's own choice")
     parser.add_argument("--microbatch-tokens", type=int, default=2048)
+    parser.add_argument("--mixed", type=float, default=0.5, help="share of prompts whose answers' rewards differ")
     parser.add_argument("--trl", action="store_true", help="measure TRL, too")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     wanted = parser.parse_args()

@@ -57,7 +57,7 @@ def test_compiled_layers_decode_the_same_tokens() -> None:
 def test_a_step_trains_in_bf16(tmp_path: Path) -> None:
     base = build_base(tmp_path, 0, progress=False, recipe=Recipe(pairs=500, steps=4))
     sizes = {"model.path": str(base), "run.folder": str(tmp_path), "run.dtype": "bf16", "train.prompts_per_step": 4}
-    config = load_config("configs/miniature_grpo.toml", [f"--{key}={json.dumps(value)}" for key, value in sizes.items()])
+    config = load_config("configs/miniature_grpo.toml", [f"--{key}={json.dumps(x)}" for key, x in sizes.items()])
     device, task = set_up(config), open_task(config.data.train, config)
     policy = load_policy(config.model.path, config, device)
     trainer = Trainer(config, policy, tokenize(task, policy.tokenizer, config))
