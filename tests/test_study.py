@@ -423,7 +423,8 @@ def test_the_time_left_is_that_of_jobs_of_the_same_kind() -> None:
 
 
 def test_make_passes_on_what_is_picked() -> None:
-    told = subprocess.run(["make", "-n", "study", "METHODS=a,b", "SEEDS=2"], cwd=ROOT, capture_output=True, text=True)
+    asked = ["make", "-n", "--no-print-directory", "study", "METHODS=a,b", "SEEDS=2"]
+    told = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
     assert told.stdout.splitlines()[-1].endswith("python -m dph.study --methods a,b --seeds 2")
 
 
