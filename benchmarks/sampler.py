@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.measure import cost, machine
 from dph.model import Decoder, load_model
@@ -59,27 +59,27 @@ def theirs(model: Any, prompts: list[list[int]], samples: int, tokens: int, end_
     return int((ended == 0).sum() + (ended[:, -1] > 0).sum())  # what follows an end token is padding
 
 
+def matrices(model: Decoder) -> list[Tensor]:
+    """The layers' matrices, in the order in which a token meets them; the head is not among them."""
+    return [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+
+
 def limit(model: Decoder, rows: int, tokens: int) -> int:
     """The matrix products of `tokens` decode steps of `rows` rows, and nothing else; returns rows * tokens."""
-    head = model.model.embed_tokens.weight if model.lm_head is None else model.lm_head.weight
-    matrices = [m.weight for m in model.model.layers.modules() if isinstance(m, nn.Linear)] + [head]
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in matrices}
+    weights = [*matrices(model), model.head]
+    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
     with torch.inference_mode():
         for _ in range(tokens):
-            for weight in matrices:
+            for weight in weights:
                 nn.functional.linear(inputs[weight.shape[1]], weight)
     return rows * tokens
 
 
-def measure(run: Callable[[], int], repeats: int) -> dict[str, float]:
-    """Medians of tokens per second and of peak memory over `repeats` runs."""
-    rates, peaks = [], []
-    for _ in range(repeats):
-        with cost() as found:
-            written = run()
-        rates.append(written / found.seconds)
-        peaks.append(found.peak)
-    return {"tokens/s": statistics.median(rates), "peak MiB": statistics.median(peaks)}
+def measure(run: Callable[[], int]) -> dict[str, float]:
+    """Tokens per second and peak memory of a run, which returns the tokens written."""
+    with cost() as found:
+        written = run()
+    return {"tokens/s": written / found.seconds, "peak MiB": found.peak}
 
 
 def compare(folder: Path, dtype: torch.dtype, wanted: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
@@ -102,7 +102,7 @@ def compare(folder: Path, dtype: torch.dtype, wanted: argparse.Namespace) -> dic
             runs["limit"] = lambda: limit(model, wanted.prompts * wanted.samples, wanted.tokens)
         for run in runs.values():
             run() if torch.cuda.is_available() else None  # kernels are loaded once
-        rounds = [{who: measure(run, 1) for who, run in runs.items()} for _ in range(wanted.repeats)]
+        rounds = [{who: measure(run) for who, run in runs.items()} for _ in range(wanted.repeats)]
         found[name] = {
             who: {key: statistics.median(r[who][key] for r in rounds) for key in rounds[0][who]} for who in runs
         }

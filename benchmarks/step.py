@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 from benchmarks.measure import cost, machine
-from benchmarks.sampler import ASKED
+from benchmarks.sampler import ASKED, matrices
 from dph.answering import EVALUATE, Policy, PromptSet, answer, autocast, sampling_settings, tokenize
-from dph.cli import load_policy, set_up
+from dph.cli import load_policy, open_task, set_up
 from dph.config import Config, load_config
 from dph.model import Decoder
 from dph.presampling import Partition
@@ -58,8 +58,6 @@ class CoinTask(Task):
 def make_task(model: str, count: int, config: Config) -> CoinTask:
     """`count` prompts: of the miniature its own, of other models those of benchmarks/sampler.py."""
     if model == "miniature":
-        from dph.cli import open_task
-
         return CoinTask("coin", open_task("miniature:train", config).prompts()[:count])
     asked = ({"role": "user", "content": ASKED[i % len(ASKED)]} for i in range(count))
     return CoinTask("coin", [Prompt(i, (message,), None, {}) for i, message in enumerate(asked)])
@@ -70,6 +68,7 @@ def settings(method: str, wanted: argparse.Namespace, folder: str) -> Config:
     rows = wanted.prompts * wanted.samples
     sizes = {
         "model.path": wanted.model, "run.folder": folder if wanted.model != "miniature" else "runs",
+        "model.compile": wanted.compile,
         "run.dtype": wanted.dtype, "run.threads": wanted.threads, "data.eval": [], "data.max_prompt_tokens": 1024,
         "sampling.max_new_tokens": wanted.tokens, "sampling.max_rows": rows, "train.prompts_per_step": wanted.prompts,
         "train.responses_per_prompt": wanted.samples, "train.rehearsal_rows": rows, "train.passes": 1,
@@ -120,7 +119,7 @@ def measure(method: str, wanted: argparse.Namespace) -> dict[str, float]:
 
 def limit(model: Decoder, rollouts: list[Rollout], config: Config) -> float:
     """Seconds of the matrix products of sampling these answers and of training on them."""
-    linears = [m.weight for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
+    linears = matrices(model)
     lengths = [len(r.tokens) for r in rollouts]
 
     def products(tokens: int, head: int, backward: bool) -> None:
@@ -211,6 +210,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="0 leaves PyTorch's own choice")
     parser.add_argument("--microbatch-tokens", type=int, default=2048)
     parser.add_argument("--mixed", type=float, default=0.5, help="share of prompts whose answers' rewards differ")
+    parser.add_argument("--compile", action="store_true", help="compile the layers of ours")
     parser.add_argument("--trl", action="store_true", help="measure TRL, too")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     wanted = parser.parse_args()

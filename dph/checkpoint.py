@@ -196,6 +196,7 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[
         prefix = f"{name}:"
         kept = {key.removeprefix(prefix): x for key, x in moments.items() if key.startswith(prefix)}
         if kept:
-            like = {1: weight.new_empty(()), 0: weight}  # a count, or a moment, laid out in memory as the weight is
-            optimizer.state[weight] = {k: torch.empty_like(like[x.ndim == 0]).copy_(x) for k, x in kept.items()}
+            optimizer.state[weight] = {  # the count of steps as it is, moments laid out in memory as the weight is
+                k: torch.empty_like(weight).copy_(x) if x.ndim else x.to(weight.device) for k, x in kept.items()
+            }
     return read_json(folder / "state.json")

@@ -29,8 +29,9 @@ class Meter:
 
     def add_tokens(self, mask: Tensor, **values: Tensor) -> None:
         """Adds per-token values (B, T) to means over the tokens of mask (B, T)."""
+        count = mask.sum()  # a tensor: an int would wait for the GPU
         for name, value in values.items():
-            self.add(name, torch.where(mask, value.detach(), 0).sum(), mask.sum())
+            self.add(name, torch.where(mask, value.detach(), 0).sum(), count)
 
     @contextmanager
     def seconds(self, phase: str) -> Iterator[None]:

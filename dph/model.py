@@ -302,8 +302,9 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: D
         weights[name] = weight.to(device, dtype, copy=True)  # out of the mapped file, which may change
         if not weights[name].sum(dtype=torch.float32).isfinite():  # the sum is ten times as fast as a look at each
             raise UserError(f"{folder}: {name} holds NaN or infinite values in {dtype}")
-        if weight.ndim == 2 and torch.device(device).type == "cpu":  # column by column: MKL multiplies few rows, as
-            weights[name] = weights[name].T.contiguous().T  # decoding does, by such a matrix twice as fast
+        multiplies = weight.ndim == 2 and (config.tie_word_embeddings or name != "model.embed_tokens.weight")
+        if multiplies and torch.device(device).type == "cpu":  # column by column: MKL multiplies few rows, as decoding
+            weights[name] = weights[name].T.contiguous().T  # does, by such a matrix up to twice as fast
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:  # names what is missing, unexpected or of another shape, each on a line

@@ -12,6 +12,18 @@ from dph.tasks.miniature_base import write_tokenizer
 from dph.tasks.miniature_world import vocabulary
 from dph.tokenizer import load_tokenizer
 
+# Sections of a config that is done in seconds; [train] goes on with what follows.
+SMALL_RUN = """\
+[presample]
+responses = 2
+threshold = 1
+[train]
+steps = 2
+prompts_per_step = 2
+responses_per_prompt = 2
+rehearsal_rows = 2
+"""
+
 
 def tiny_model(seed: int = 0, vocab: int = 97, dtype: torch.dtype = torch.float32, scale: float = 0.3) -> Decoder:
     """A random two-layer Llama with grouped queries; `scale` makes its distributions far from flat."""

@@ -12,7 +12,7 @@ import evaluate
 import presample
 import train
 from dph.cli import config_argument, run_command
-from tests.helpers import tiny_folder
+from tests.helpers import SMALL_RUN, tiny_folder
 
 COMMANDS = {"train": train, "presample": presample, "evaluate": evaluate}
 Call = Callable[..., tuple[int, str, str]]
@@ -54,15 +54,7 @@ train = "miniature:train?count=6"
 eval = ["miniature:test?count=3"]
 [sampling]
 max_new_tokens = 5
-[presample]
-responses = 2
-threshold = 1
-[train]
-steps = 2
-prompts_per_step = 2
-responses_per_prompt = 2
-rehearsal_rows = 2
-eval_every = 2
+{SMALL_RUN}eval_every = 2
 save_every = 1
 [eval]
 samples = 2

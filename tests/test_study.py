@@ -49,10 +49,11 @@ from dph.tasks.miniature import MiniatureTask, style_of, style_spread
 from dph.tasks.miniature_base import Recipe, encode, model_config, write_tokenizer
 from dph.tasks.miniature_base import train as train_base
 from dph.tokenizer import load_tokenizer
+from tests.helpers import SMALL_RUN
 
 ROOT = Path(__file__).parent.parent
 COUNTS = {"in_domain": "test", "cross_domain": "cross", "out_of_domain": "arithmetic", "validation": "validation"}
-CONFIG = """
+BEFORE = """
 [model]
 path = "{model}"
 [data]
@@ -61,14 +62,8 @@ max_prompt_tokens = 52
 [sampling]
 max_new_tokens = 44
 temperature = 0.5
-[presample]
-responses = 2
-threshold = 1
-[train]
-steps = 2
-prompts_per_step = 2
-responses_per_prompt = 2
-rehearsal_rows = 2
+"""
+AFTER = """\
 eval_every = 1
 [optim]
 lr = 1e-3
@@ -79,6 +74,7 @@ k = [1, 4]
 during_samples = 4
 during_prompts = 2
 """
+CONFIG = BEFORE + SMALL_RUN + AFTER
 STUDY = """
 [study]
 config = "small.toml"
