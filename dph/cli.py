@@ -90,10 +90,8 @@ def resolve_model(path: str, config: Config) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
     except Exception as error:  # the hub's own errors, the network's, the disk's: one advice for all
-        raise UserError(
-            f"model.path = {path!r} is no folder and could not be fetched from the hub ({type(error).__name__}); "
-            "download it elsewhere and give its folder"
-        ) from error
+        why = f"is no folder and could not be fetched from the hub ({type(error).__name__})"
+        raise UserError(f"model.path = {path!r} {why}; download it elsewhere and give its folder") from error
 
 
 def load_policy(path: str, config: Config, device: torch.device) -> Policy:
@@ -101,9 +99,8 @@ def load_policy(path: str, config: Config, device: torch.device) -> Policy:
     folder = resolve_model(path, config)
     tokenizer, model = load_tokenizer(folder), load_model(folder, torch.float32, device)
     if tokenizer.vocab_size > model.config.vocab_size:  # the other way round is padding
-        raise UserError(
-            f"{folder}: {tokenizer.vocab_size} tokens in the tokenizer, {model.config.vocab_size} in the model"
-        )
+        sizes = f"{tokenizer.vocab_size} tokens in the tokenizer, {model.config.vocab_size} in the model"
+        raise UserError(f"{folder}: {sizes}")
     if config.model.compile:
         model.compile_layers()
     return Policy(model, tokenizer, folder)

@@ -80,9 +80,8 @@ def evaluate(
     problems = [_problem(index, answers) for index, answers in drawn.items()]
     if greedy:
         problems = [{**problem, "greedy": best[problem["prompt"]]} for problem in problems]
-    return {"source": data.task.name, "n": samples, "problems": problems}, [
-        a for answers in drawn.values() for a in answers
-    ]
+    everything = [a for answers in drawn.values() for a in answers]
+    return {"source": data.task.name, "n": samples, "problems": problems}, everything
 
 
 def _problem(index: int, answers: Sequence[Answer]) -> dict[str, Any]:

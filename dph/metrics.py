@@ -65,9 +65,7 @@ class RunLog:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                raise UserError(
-                    "run.tensorboard = true needs the package tensorboard: pip install tensorboard"
-                ) from None
+                raise UserError("run.tensorboard needs a package: pip install tensorboard") from None
             self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:

@@ -11,9 +11,10 @@ Read top-down: ModelConfig, RoPE, KVCache, the decoder from the inside out, then
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +126,42 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-Window = tuple[Tensor, Tensor]  # keys and values (rows, kv_heads, C, head_dim) of one layer: views of a KVCache
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention over rows that start at position 0: q (B, T, heads, head_dim), k and v (B, T, kv_heads, head_dim)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+class Layout(NamedTuple):
+    """N tokens as the nodes of a tree: texts that begin alike share what they have in common, and nothing is padded."""
+
+    positions: Tensor  # (N,) of each token in its texts
+    rows: Tensor  # (R, L) the tokens of each text from its start, for attention; 0 where padded on the right
+    cells: Tensor  # (N,) one place of each token in `rows`, end to end
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (N, heads, head_dim), k and v (N, kv_heads, head_dim) -> (N, heads, head_dim)."""
+        rows = F.embedding(self.rows, torch.cat((q, k, v), 1).flatten(1)).unflatten(2, (-1, q.shape[2]))  # type: ignore
+        out = causal(*rows.split((q.shape[1], k.shape[1], v.shape[1]), 2))  # (R, L, heads, head_dim)
+        return F.embedding(self.cells, out.flatten(2).flatten(0, 1)).view_as(q)
+
+
+class Window(NamedTuple):
+    """What one layer reads of a KVCache in one call: views of it, whose last columns are written first."""
+
+    keys: Tensor  # (rows, kv_heads, C, head_dim)
+    values: Tensor
+    mask: Tensor | None  # (rows, 1, 1, C) to add; None in a prefill, which reads its own columns alone
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (rows, T, heads, head_dim), k and v (rows, T, kv_heads, head_dim) -> (rows, T, heads, head_dim)."""
+        for store, new in ((self.keys, k), (self.values, v)):
+            store[:, :, -k.shape[1] :] = new.transpose(1, 2)
+        if self.mask is None:
+            return causal(q, k, v)
+        # The query heads of one kv head become that many query positions: no key or value is replicated.
+        grouped = q.reshape(len(q), k.shape[2], -1, q.shape[3])
+        return F.scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=self.mask).view_as(q)
 
 
 @dataclass
@@ -145,15 +181,13 @@ class KVCache:
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return cls(keys, values, torch.zeros(rows, dtype=torch.int64, device=device))
 
-    def window(self, layer: int, length: int) -> Window:
-        """A layer's keys and values, (rows, kv_heads, C, head_dim), from `first` to the next `length` columns."""
-        columns = slice(self.first, self.column + length)
-        return self.keys[layer, :, :, columns], self.values[layer, :, :, columns]
-
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """0 where a row may look, −inf before its start: (rows, 1, 1, C) over the columns first..column."""
-        columns = torch.arange(self.first, self.column + 1, device=self.starts.device)
-        return torch.where(columns < self.starts[:, None, None, None], -torch.inf, 0.0).to(dtype)
+    def windows(self, length: int, dtype: torch.dtype) -> list[Window]:
+        """Each layer's window from `first` to the next `length` columns; its mask hides what lies before a start."""
+        columns, mask = slice(self.first, self.column + length), None
+        if self.column > 0:
+            seen = torch.arange(self.first, self.column + 1, device=self.starts.device)  # (C,)
+            mask = torch.where(seen < self.starts[:, None, None, None], -torch.inf, 0.0).to(dtype)  # (rows, 1, 1, C)
+        return [Window(k[:, :, columns], v[:, :, columns], mask) for k, v in zip(self.keys, self.values, strict=True)]
 
 
 class Attention(nn.Module):
@@ -169,24 +203,15 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, window: Window | None, mask: Tensor | None) -> Tensor:
-        """x (B, T, D) -> (B, T, D). The window's last T columns are written; with a mask (T = 1) all of it is read."""
-        heads = (*x.shape[:2], -1, self.head_dim)  # (B, T, heads, head_dim)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Layout | Window | None) -> Tensor:
+        """x (..., D) -> (..., D); cos and sin (..., 1, head_dim)."""
+        heads = (*x.shape[:-1], -1, self.head_dim)  # (..., heads, head_dim)
         # Back to the type of x: autocast has made the projections bfloat16, norms and RoPE stay in float32.
-        q = self.q_norm(self.q_proj(x).view(heads).to(x.dtype)).transpose(1, 2)  # (B, heads, T, head_dim)
-        k = self.k_norm(self.k_proj(x).view(heads).to(x.dtype)).transpose(1, 2)  # (B, kv_heads, T, head_dim)
-        v = self.v_proj(x).view(heads).transpose(1, 2)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if window is not None:
-            for store, new in zip(window, (k, v), strict=True):
-                store[:, :, -x.shape[1] :] = new
-        if window is None or mask is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-        else:
-            # The query heads of one kv head become that many query positions: no key or value is replicated.
-            q = q.reshape(len(x), k.shape[1], -1, self.head_dim)
-            out = F.scaled_dot_product_attention(q, *window, attn_mask=mask)
-        return self.o_proj(out.reshape(*x.shape[:2], -1))  # type: ignore[no-any-return]
+        q = rotate(self.q_norm(self.q_proj(x).view(heads).to(x.dtype)), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(heads).to(x.dtype)), cos, sin)
+        v = self.v_proj(x).view(heads)
+        out = causal(q, k, v) if past is None else past.attend(q, k, v)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -199,7 +224,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, D) -> (B, T, D)."""
+        """x (..., D) -> (..., D)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
@@ -212,9 +237,9 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, window: Window | None, mask: Tensor | None) -> Tensor:
-        """x (B, T, D) -> (B, T, D)."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, window, mask)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Layout | Window | None) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, past)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -238,27 +263,27 @@ class Decoder(nn.Module):
         # No buffer: it stays float32 when the model is cast, and real when the model is built on the meta device.
         self.frequencies, self.attention_factor = rope_frequencies(config)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Hidden states after the final norm: tokens (B, T) -> (B, T, D).
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, layout: Layout | None = None) -> Tensor:
+        """Hidden states after the final norm: tokens (B, T) -> (B, T, D), or (N,) by a layout -> (N, D).
 
         Without a cache, or into an empty one (prefill), rows are padded on the right and start at position 0.
         Into one that holds something (decode), T = 1: each row's token is written at cache.column, has position
         column − starts[row], and sees the columns starts[row]..column. The cache advances by T.
         """
-        length = tokens.shape[1]
-        positions, mask = torch.arange(length, device=tokens.device), None  # (T,)
-        x = self.model.embed_tokens(tokens)  # (B, T, D)
+        length = tokens.shape[-1]
+        positions = torch.arange(length, device=tokens.device) if layout is None else layout.positions  # (T,) or (N,)
+        x = self.model.embed_tokens(tokens)  # (B, T, D) or (N, D)
+        pasts: Sequence[Layout | Window | None] = [layout] * len(self.model.layers)
         if cache is not None:
             assert not torch.is_grad_enabled(), "a KV cache holds no gradients: use torch.inference_mode()"
             assert cache.column == 0 or length == 1, "decoding takes one token a row"
             assert cache.column + length <= cache.keys.shape[3], f"the cache's {cache.keys.shape[3]} columns are full"
-            if cache.column > 0:
-                positions, mask = (cache.column - cache.starts)[:, None, None], cache.mask(x.dtype)  # (B, 1, 1)
-        cos, sin = self.angles(positions, x.dtype)  # (T, head_dim) or (B, 1, 1, head_dim)
-        for index, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, None if cache is None else cache.window(index, length), mask)
-        if cache is not None:
+            positions = positions if cache.column == 0 else (cache.column - cache.starts)[:, None]  # (B, 1)
+            pasts = cache.windows(length, x.dtype)
             cache.column += length
+        cos, sin = self.angles(positions[..., None], x.dtype)  # (T or N, 1, head_dim) or (B, 1, 1, head_dim)
+        for layer, past in zip(self.model.layers, pasts, strict=True):
+            x = layer(x, cos, sin, past)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from dph.answering import PRESAMPLE, Actor, Answer, Policy, PromptSet, Question, answer, autocast, sampling_settings
 from dph.checkpoint import append_rows, read_log, write_tensors, write_text
 from dph.config import Config
-from dph.errors import UserError
+from dph.errors import UserError, read_json
 from dph.rollouts import Rollout, pack, score, unpack
 from dph.tasks import Task
 
@@ -56,9 +56,7 @@ def presample(policy: Policy, data: PromptSet, config: Config) -> Partition:
             work.ask(stage, near_perfect, range(k, k + more), keep=True)
         pef = [q for q in near_perfect if not wanted.confirm or work[stage, q]["rewards"][0] == 1]
         answers = [(q, tokens) for q in pef for tokens in work[stage, q]["answers"][:more]]
-        rehearsal = [
-            Rollout(q.prompt.index, 0, q.tokens, tokens, [0.0] * len(tokens), True, 1.0) for q, tokens in answers
-        ]
+        rehearsal = [Rollout(q.prompt.index, 0, q.tokens, t, [0.0] * len(t), True, 1.0) for q, t in answers]
         how = (config.sampling.temperature, config.train.microbatch_tokens, wanted.top_k)
         with autocast(policy.model, config.run.dtype):
             for rollout, (logprobs, top) in zip(rehearsal, score(policy.model, rehearsal, *how), strict=True):
@@ -113,9 +111,7 @@ class _Work:
         self.done |= {(stage, prompt): row for prompt, row in rows.items()}
 
 
-def _write(
-    folder: Path, work: _Work, questions: Sequence[Question], pef: set[int], rehearsal: Sequence[Rollout]
-) -> None:
+def _write(folder: Path, work: _Work, questions: Sequence[Question], pef: set[int], rehearsal: list[Rollout]) -> None:
     """All three files; report.json last, since it says that the others are complete."""
     wanted = work.config.presample
     rows: list[dict[str, Any]] = []
@@ -147,27 +143,22 @@ def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
     Raises: UserError when it was made from something else, or when both sets are empty.
     """
     try:
-        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        lines = (folder / "partition.jsonl").read_text(encoding="utf-8").splitlines()
-        stored = load_file(folder / "rehearsal.safetensors")
-        _refuse_stale(folder, report["fingerprint"], fingerprint)
-        rows = [json.loads(line) for line in lines]
-        rehearsal = unpack(stored)
-    except UserError:
-        raise
+        made = read_json(folder / "report.json")["fingerprint"]
+        rows, rehearsal = (
+            read_log(folder / "partition.jsonl", "set"),
+            unpack(load_file(folder / "rehearsal.safetensors")),
+        )
     except Exception as error:
         raise UserError(f"{folder}: cannot be read ({error}); delete it to pre-sample again") from error
+    _refuse_stale(folder, made, fingerprint)
     pef, exp = ([row["prompt"] for row in rows if row["set"] == name] for name in ("pef", "exp"))
     if not pef and not exp:
-        raise UserError(
-            f"{folder}: D_pef and D_exp are both empty ({len(rows)} prompts, all dropped); nothing to train on"
-        )
+        raise UserError(f"{folder}: D_pef and D_exp are both empty: all {len(rows)} prompts were dropped")
     return Partition(pef, exp, rehearsal)
 
 
 def _refuse_stale(where: Path, found: dict[str, str], wanted: dict[str, str]) -> None:
     stale = [name for name in wanted if found.get(name) != wanted[name]]
     if stale:
-        raise UserError(
-            f"{where}: made with other {' and '.join(stale)}; delete it to pre-sample again, or change run.name"
-        )
+        what = " and ".join(stale)
+        raise UserError(f"{where}: made with other {what}; delete it to pre-sample again, or change run.name")

@@ -2,6 +2,7 @@
 
 Answers stay token ids from the sampler to the loss: text is never tokenised again. `token_logprobs` scores them for
 pi_theta, pi_old and pi_ref alike, so a ratio at equal weights is 1. Masks come from lengths, never from token values.
+What the answers of a batch have in common, their prompt above all, goes through the model once: exact, and a saving.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,10 +10,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dph.model import Decoder
+from dph.model import Decoder, Layout
 
+SINGLE = {"prompt": torch.int64, "sample": torch.int64, "finished": torch.bool, "reward": torch.float64}
+RAGGED = {"prompt_tokens": torch.int64, "tokens": torch.int64, "logprobs": torch.float32}
 LOGIT_FLOATS = 2**24  # most values of (positions, V) held at once while scoring: 64 MB in fp32
 
 
@@ -39,10 +43,12 @@ class Rollout:
 
 
 class Batch(NamedTuple):
-    """Rollouts side by side, padded on the right. B rows, L tokens, T response positions."""
+    """Rollouts side by side, B of at most T response tokens; the model reads N tokens, common beginnings once."""
 
-    tokens: Tensor  # (B, L) prompt and response
-    prompt_lengths: Tensor  # (B,)
+    tokens: Tensor  # (N,)
+    layout: Layout  # where each of the N stands
+    states: Tensor  # (M,) which of the N tokens each response token follows
+    targets: Tensor  # (M,) the response tokens, row by row
     mask: Tensor  # (B, T) True at response tokens
     logprobs: Tensor  # (B, T) of the policy that wrote them, 0 at padding
     ref_logprobs: Tensor  # (B, T) of pi_ref, 0 at padding and where not known
@@ -59,33 +65,51 @@ class Scores(NamedTuple):
 
 
 def collate(rollouts: Sequence[Rollout], device: torch.device | str) -> Batch:
-    """Pads rollouts into one Batch on `device`."""
+    """Puts rollouts into one Batch on `device`."""
+    nodes: dict[tuple[int, int], int] = {}  # (the node before, -1 at the start; token) -> node
+    states: list[int] = []
+    paths: list[list[int]] = []
+    for r in rollouts:
+        node, before, path = -1, len(nodes), []
+        for token in (*r.prompt_tokens, *r.tokens[:-1]):  # nothing follows the last one
+            node = nodes.setdefault((node, token), len(nodes))
+            path.append(node)
+        states += path[len(r.prompt_tokens) - 1 :]
+        paths += [path] if len(nodes) > before else []
     lengths = torch.tensor([len(r.tokens) for r in rollouts])
-    rows, steps = len(rollouts), int(lengths.max())
-    tokens = torch.zeros(rows, max(map(len, rollouts)), dtype=torch.int64)
-    logprobs, ref_logprobs = torch.zeros(rows, steps), torch.zeros(rows, steps)
-    width = rollouts[0].top[0].shape[1] if rollouts[0].top is not None else 0
-    top_ids, top_logprobs = torch.zeros(rows, steps, width, dtype=torch.int64), torch.zeros(rows, steps, width)
-    for row, rollout in enumerate(rollouts):
-        here = slice(0, len(rollout.tokens))
-        tokens[row, : len(rollout)] = torch.tensor(rollout.prompt_tokens + rollout.tokens)
-        logprobs[row, here] = torch.tensor(rollout.logprobs)
-        if rollout.ref_logprobs is not None:
-            ref_logprobs[row, here] = torch.tensor(rollout.ref_logprobs)
-        if rollout.top is not None:
-            top_ids[row, here], top_logprobs[row, here] = rollout.top
-    mask = torch.arange(steps) < lengths[:, None]
-    prompt_lengths = torch.tensor([len(r.prompt_tokens) for r in rollouts])
-    tensors = [tokens, prompt_lengths, mask, logprobs, ref_logprobs] + ([top_ids, top_logprobs] if width else [])
-    return Batch(*(tensor.to(device) for tensor in tensors))
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
+    known = [(r.logprobs, r.ref_logprobs or [0.0] * len(r.tokens)) for r in rollouts]
+    padded = [_padded(torch.tensor([x for row in part for x in row]), mask) for part in zip(*known, strict=True)]
+    if tops := [r.top for r in rollouts if r.top is not None]:
+        padded += [_padded(torch.cat(parts), mask) for parts in zip(*tops, strict=True)]
+    tokens = [token for _, token in nodes], states, [token for r in rollouts for token in r.tokens]
+    first, *rest = (x.to(device) for x in (*map(torch.tensor, tokens), mask, *padded))
+    return Batch(first, Layout(*(x.to(device) for x in _layout(paths))), *rest)
+
+
+def _layout(paths: Sequence[list[int]]) -> Layout:
+    """The layout of a tree's nodes by the paths to its leaves; nodes are numbered as the paths meet them."""
+    lengths = torch.tensor([len(path) for path in paths])
+    columns = torch.arange(int(lengths.max()))
+    rows = _padded(torch.tensor([node for path in paths for node in path]), columns < lengths[:, None])  # (R, L)
+    seen = torch.cat([rows.new_full((1,), -1), rows.flatten().cummax(0).values])
+    cells = (seen[1:] > seen[:-1]).nonzero()[:, 0]  # a node first met is larger than all before
+    return Layout(columns.expand_as(rows).flatten()[cells], rows, cells)
+
+
+def _padded(flat: Tensor, mask: Tensor) -> Tensor:
+    """(M, ...), row by row, to (B, T, ...) with 0 where the mask is False."""
+    return flat.new_zeros(*mask.shape, *flat.shape[1:]).index_put((mask,), flat)
 
 
 def microbatches(rollouts: Sequence[Rollout], budget: int) -> Iterator[list[int]]:
-    """Indices of rollouts in groups of similar length, each at most `budget` tokens with padding (or one row)."""
-    order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i]))
+    """Indices of rollouts in groups of at most `budget` tokens with padding (or one row); a prompt's stay together."""
+    prompts, longest = [tuple(r.prompt_tokens) for r in rollouts], dict[tuple[int, ...], int]()
+    for prompt, rollout in zip(prompts, rollouts, strict=True):
+        longest[prompt] = max(longest.get(prompt, 0), len(rollout))
     group: list[int] = []
-    for i in order:
-        if group and (len(group) + 1) * len(rollouts[i]) > budget:  # ascending lengths: the newest is the longest
+    for i in sorted(range(len(rollouts)), key=lambda i: (longest[prompts[i]], prompts[i], len(rollouts[i]))):
+        if group and (len(group) + 1) * longest[prompts[i]] > budget:
             yield group
             group = []
         group.append(i)
@@ -102,22 +126,17 @@ def token_logprobs(model: Decoder, batch: Batch, temperature: float, entropy_gra
         temperature: tau; 0 is scored as 1.
         entropy_gradient: whether the entropies carry a gradient, too.
     """
-    states, targets = _response_states(model, batch)  # (N, D), (N,)
-    ids = targets[:, None] if batch.top_ids is None else torch.cat((targets[:, None], batch.top_ids[batch.mask]), 1)
-    scaled = states / (temperature or 1.0)
+    targets = batch.targets[:, None]
+    ids = targets if batch.top_ids is None else torch.cat((targets, batch.top_ids[batch.mask]), 1)  # (M, 1 + K)
+    scaled = _response_states(model, batch) / (temperature or 1.0)
     logprobs, entropy = _Head.apply(scaled, model.head, ids, entropy_gradient)  # type: ignore[no-untyped-call]
-
-    def padded(flat: Tensor) -> Tensor:
-        return flat.new_zeros(*batch.mask.shape, *flat.shape[1:]).index_put((batch.mask,), flat)
-
-    return Scores(padded(logprobs[:, 0]), padded(entropy), padded(logprobs[:, 1:]) if ids.shape[1] > 1 else None)
+    top = _padded(logprobs[:, 1:], batch.mask) if ids.shape[1] > 1 else None
+    return Scores(_padded(logprobs[:, 0], batch.mask), _padded(entropy, batch.mask), top)
 
 
 class _Head(torch.autograd.Function):
-    """The vocabulary's softmax in chunks of positions whose logits are computed again for the gradient.
-
-    With z = W h and p = softmax(z): d log p(a) / dz = 1_a - p, and dH / dz = -p (log p + H).
-    """
+    """Softmax in chunks whose logits are computed again for the gradient: with z = W h and p = softmax(z),
+    d log p(a) / dz = 1_a - p, and dH / dz = -p (log p + H)."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -165,12 +184,9 @@ def _promote(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _response_states(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Hidden states (N, D) from which the N response tokens (N,) are predicted."""
-    hidden = model(batch.tokens)  # (B, L, D)
-    rows, steps = batch.mask.nonzero(as_tuple=True)  # (N,)
-    positions = batch.prompt_lengths[rows] + steps
-    return hidden[rows, positions - 1], batch.tokens[rows, positions]
+def _response_states(model: Decoder, batch: Batch) -> Tensor:
+    """Hidden states (M, D) from which the M response tokens are predicted."""
+    return F.embedding(batch.states, model(batch.tokens, layout=batch.layout))
 
 
 @torch.no_grad()
@@ -185,7 +201,7 @@ def score(
         logprobs = token_logprobs(model, batch, temperature).logprobs.tolist()
         tops: list[tuple[Tensor, Tensor]] = []
         if top_k:
-            states, _ = _response_states(model, batch)
+            states = _response_states(model, batch)
             chunks = _chunks(model.config.vocab_size, states / (temperature or 1.0))
             found = [_promote(model.logits(x)).log_softmax(-1).topk(top_k) for (x,) in chunks]
             lengths = [len(rollouts[i].tokens) for i in group]
@@ -198,19 +214,12 @@ def score(
 
 def pack(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     """Rollouts as tensors for a safetensors file; tokens and log-probabilities end to end."""
-    tensors = {
-        "prompt": torch.tensor([r.prompt for r in rollouts], dtype=torch.int64),
-        "sample": torch.tensor([r.sample for r in rollouts], dtype=torch.int64),
-        "finished": torch.tensor([r.finished for r in rollouts], dtype=torch.bool),
-        "reward": torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
-        "prompt_lengths": torch.tensor([len(r.prompt_tokens) for r in rollouts], dtype=torch.int64),
-        "prompt_tokens": torch.tensor([t for r in rollouts for t in r.prompt_tokens], dtype=torch.int64),
-        "lengths": torch.tensor([len(r.tokens) for r in rollouts], dtype=torch.int64),
-        "tokens": torch.tensor([t for r in rollouts for t in r.tokens], dtype=torch.int64),
-        "logprobs": torch.tensor([x for r in rollouts for x in r.logprobs], dtype=torch.float32),
-    }
-    tops = [r.top for r in rollouts if r.top is not None]
-    if tops:
+    tensors = {name: torch.tensor([getattr(r, name) for r in rollouts], dtype=kind) for name, kind in SINGLE.items()}
+    for name, kind in RAGGED.items():
+        tensors[name] = torch.tensor([x for r in rollouts for x in getattr(r, name)], dtype=kind)
+    tensors["prompt_lengths"] = torch.tensor([len(r.prompt_tokens) for r in rollouts], dtype=torch.int64)
+    tensors["lengths"] = torch.tensor([len(r.tokens) for r in rollouts], dtype=torch.int64)
+    if tops := [r.top for r in rollouts if r.top is not None]:
         tensors["top_ids"] = torch.cat([ids for ids, _ in tops]).int()
         tensors["top_logprobs"] = torch.cat([values for _, values in tops])
     return tensors
@@ -218,16 +227,13 @@ def pack(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
 
 def unpack(tensors: Mapping[str, Tensor]) -> list[Rollout]:
     """The rollouts that `pack` packed."""
-    lengths, prompt_lengths = tensors["lengths"].tolist(), tensors["prompt_lengths"].tolist()
-    pieces = {
-        name: torch.split(x, lengths) for name, x in tensors.items() if name in ("tokens", "logprobs") or "top" in name
-    }
-    prompts = torch.split(tensors["prompt_tokens"], prompt_lengths)
+    lengths, asked = tensors["lengths"].tolist(), tensors["prompt_lengths"].tolist()
+    pieces = {n: torch.split(x, lengths) for n, x in tensors.items() if n in ("tokens", "logprobs") or "top" in n}
+    pieces["prompt_tokens"] = torch.split(tensors["prompt_tokens"], asked)
     rollouts = []
-    for i, (prompt, sample, finished, reward) in enumerate(
-        zip(*(tensors[name].tolist() for name in ("prompt", "sample", "finished", "reward")), strict=True)
-    ):
+    for i in range(len(lengths)):
+        values: dict[str, Any] = {name: tensors[name][i].item() for name in SINGLE}
+        values |= {name: pieces[name][i].tolist() for name in RAGGED}
         top = (pieces["top_ids"][i].long(), pieces["top_logprobs"][i]) if "top_ids" in pieces else None
-        tokens, logprobs = pieces["tokens"][i].tolist(), pieces["logprobs"][i].tolist()
-        rollouts.append(Rollout(prompt, sample, prompts[i].tolist(), tokens, logprobs, finished, reward, None, top))
+        rollouts.append(Rollout(**values, top=top))
     return rollouts

@@ -34,6 +34,7 @@ from dph.rollouts import Batch, Rollout, Scores, collate, microbatches, token_lo
 from dph.tasks import Prompt, Task
 
 SKIPS = 5  # so many updates in a row without a finite gradient end the run
+Rows = list[Rollout]
 RowLoss = Callable[[list[int], Batch, Scores], Tensor]  # (rows' indices, batch, scores) -> per-token values (B, T)
 
 
@@ -96,18 +97,13 @@ class Trainer:
         experience = self.collector.collect(self.state, rehearsal, meter)
         with meter.seconds("train"):
             for update in range(rounds):
-                part, stored = (
-                    slice(update % train.updates_per_step, None, train.updates_per_step),
-                    slice(update, None, rounds),
-                )
-                rows, own = experience.rollouts[part], experience.own[stored]
-                self._update(rows, experience.advantages[part], rehearsal[stored], own, meter)
+                part = slice(update % train.updates_per_step, None, train.updates_per_step)
+                rows, own = experience.rollouts[part], experience.own[update::rounds]
+                self._update(rows, experience.advantages[part], rehearsal[update::rounds], own, meter)
         self.state["step"] += 1
         return meter.means()
 
-    def _update(
-        self, rollouts: list[Rollout], advantages: Tensor, rehearsal: list[Rollout], own: list[Rollout], meter: Meter
-    ) -> None:
+    def _update(self, rollouts: Rows, advantages: Tensor, rehearsal: Rows, own: Rows, meter: Meter) -> None:
         """One optimizer step; where the GPU's memory is full, once more in micro-batches of half the tokens."""
         whole, advantages = self.config.train.microbatch_tokens, advantages.to(self.device)
         for self.budget in (whole, whole // 2):
@@ -128,35 +124,28 @@ class Trainer:
             if self.state["skipped_in_a_row"] >= SKIPS:
                 raise UserError(f"{SKIPS} updates in a row had no finite gradient; lower optim.lr or loss.eta")
 
-    def _gradient(
-        self, rollouts: list[Rollout], advantages: Tensor, rehearsal: list[Rollout], own: list[Rollout], meter: Meter
-    ) -> int:
+    def _gradient(self, rollouts: Rows, advantages: Tensor, rehearsal: Rows, own: Rows, meter: Meter) -> int:
         """Gradient of L_exp + eta L_pef (E6); E8 has a second half of L_pef, on own samples. Returns trained tokens."""
         loss, every = self.config.loss, self.penalised or self.config.loss.entropy > 0
         rows = [i for i, advantage in enumerate(advantages.tolist()) if every or advantage != 0]  # one wait for the GPU
         trained = self._backward(rollouts, rows, lambda i, b, s: self._exploration(advantages[i], b, s, meter))
-        per_sequence = loss.level == "sequence"
-        trained += self._backward(
-            rehearsal, range(len(rehearsal)), lambda i, b, s: loss.eta * self._rehearsal(b, s, meter), per_sequence
-        )
-        return trained + self._backward(
-            own, range(len(own)), lambda i, b, s: loss.eta * losses.js_own_half(s.logprobs, b.ref_logprobs, b.mask)
-        )
+        stored, answered, per_sequence = range(len(rehearsal)), range(len(own)), loss.level == "sequence"
+        trained += self._backward(rehearsal, stored, lambda _, b, s: self._rehearsal(b, s, meter), per_sequence)
+        return trained + self._backward(own, answered, lambda _, b, s: self._own_half(b, s))
 
-    def _backward(self, rollouts: list[Rollout], rows: Sequence[int], loss: RowLoss, per_sequence: bool = False) -> int:
+    def _backward(self, rollouts: Rows, rows: Sequence[int], loss: RowLoss, per_sequence: bool = False) -> int:
         """Adds the gradient of `rows`, in micro-batches; the denominator counts all rollouts. Returns rows' tokens."""
         aggregation, length = self.config.loss.aggregation, self.config.loss.aggregation_length
         if per_sequence:  # values sum to one number a row: average those
             aggregation, length = "sequence-sum", 1
         lengths = torch.tensor([len(r.tokens) for r in rollouts])
         total = losses.denominator(lengths, aggregation, length or self.config.sampling.max_new_tokens)
+        temperature = self.config.sampling.temperature
         for group in microbatches([rollouts[i] for i in rows], self.budget):
             index = [rows[i] for i in group]
             batch = collate([rollouts[i] for i in index], self.device)
             with autocast(self.model, self.config.run.dtype):
-                scores = token_logprobs(
-                    self.model, batch, self.config.sampling.temperature, self.config.loss.entropy > 0
-                )
+                scores = token_logprobs(self.model, batch, temperature, self.config.loss.entropy > 0)
             values = loss(index, batch, scores)  # (B, T)
             part = losses.aggregate(values, batch.mask, aggregation, total)
             torch.autograd.backward(part)
@@ -177,7 +166,7 @@ class Trainer:
         return values - loss.entropy * scores.entropy if loss.entropy else values
 
     def _rehearsal(self, batch: Batch, scores: Scores, meter: Meter) -> Tensor:
-        """Per-token values of L_pef on stored answers, (B, T): E5, E10 with stored distributions, half of E8."""
+        """Per-token values of eta L_pef on stored answers, (B, T): E5, E10 with stored distributions, half of E8."""
         assert self.divergence is not None, "rehearsal without a divergence"
         logprobs, ref, mask = scores.logprobs, batch.logprobs, batch.mask
         if scores.top is not None and batch.top_logprobs is not None:
@@ -187,7 +176,11 @@ class Trainer:
         else:
             values = losses.rehearsal_loss(logprobs, ref, mask, self.divergence, self.config.loss.level)
         meter.add_tokens(mask, divergence=values, saturated_fraction=self.divergence.saturated(logprobs - ref))
-        return values
+        return self.config.loss.eta * values
+
+    def _own_half(self, batch: Batch, scores: Scores) -> Tensor:
+        """Per-token values of eta times E8's other half, on own samples, (B, T)."""
+        return self.config.loss.eta * losses.js_own_half(scores.logprobs, batch.ref_logprobs, batch.mask)
 
     def _optimize(self, meter: Meter) -> bool:
         """Clip, warm up, step; a loss or gradient that is not finite leaves weights and moments as they are: False."""

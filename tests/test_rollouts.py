@@ -68,6 +68,30 @@ def test_a_row_scores_the_same_beside_longer_ones() -> None:
     torch.testing.assert_close(together[0, :2], alone[0])
 
 
+def test_common_beginnings_are_computed_once_and_change_nothing() -> None:
+    """Answers to one prompt, equal ones, one that begins another, and a prompt that begins like another."""
+    rows = [rollout([1, 2, 3], a) for a in ([4, 5, 6], [4, 5, 6], [4, 5], [4, 9, 6, 7], [8])] + [
+        rollout([1, 2], [3, 4])
+    ]
+    weights = torch.rand(len(rows), 4, dtype=torch.float64)
+    model = tiny_model(dtype=torch.float64)
+    batch = collate(rows, "cpu")
+    assert len(batch.tokens) == 3 + 4  # 1 2 3, 4 5, 9 6
+    assert batch.layout.rows.shape == (2, 6)  # the ways to 5 and 6
+    shared = token_logprobs(model, batch, 1.0).logprobs
+    (shared * weights).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    for row, r in enumerate(rows):
+        tokens = torch.tensor([r.prompt_tokens + r.tokens])
+        found = model.logits(model(tokens))[0].log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+        naive = found[len(r.prompt_tokens) - 1 :]
+        torch.testing.assert_close(shared[row, : len(naive)].detach(), naive.detach(), rtol=1e-6, atol=1e-8)
+        (naive * weights[row, : len(naive)]).sum().backward()
+    for a, b in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(a, b.grad, rtol=1e-5, atol=1e-8)
+
+
 def test_the_end_token_may_be_the_padding_token() -> None:
     batch = collate([rollout([1, 0], [0]), rollout([1], [0, 0, 5])], "cpu")
     assert batch.mask.tolist() == [[True, False, False], [True, True, True]]
@@ -78,6 +102,11 @@ def test_microbatches_hold_every_row_once_and_keep_the_budget() -> None:
     groups = list(microbatches(rows, budget=40))
     assert sorted(i for group in groups for i in group) == list(range(7))
     assert all(len(group) == 1 or len(group) * max(len(rows[i]) for i in group) <= 40 for group in groups)
+
+
+def test_microbatches_keep_answers_to_a_prompt_together() -> None:
+    rows = [rollout([prompt], [3] * length) for length in (1, 9, 2, 8) for prompt in (1, 2)]
+    assert list(microbatches(rows, budget=40)) == [[0, 4, 6, 2], [1, 5, 7, 3]]
 
 
 def test_a_count_of_log_probabilities_that_differs_is_an_error() -> None:
