@@ -13,29 +13,28 @@ from statistics import fmean
 
 import torch
 
-from dph.answering import Question, answer
+from dph.answering import Policy, PromptSet, Question, answer
 from dph.config import DataConfig
 from dph.evaluation import pass_at_k
-from dph.model import Decoder, load_model
+from dph.model import load_model
 from dph.sampler import Settings
 from dph.tasks.miniature import COUNTS, MiniatureTask, style_of, style_spread
 from dph.tasks.miniature_base import build_base
-from dph.tokenizer import Tokenizer, load_tokenizer
+from dph.tokenizer import load_tokenizer
 
 KS = (1, 8, 16, 64)
 
 
-def measure(model: Decoder, tokenizer: Tokenizer, task: MiniatureTask, samples: int, seed: int) -> list[float]:
-    questions = [Question(prompt, tokenizer.chat(prompt.messages)) for prompt in task.prompts()]
+def measure(policy: Policy, task: MiniatureTask, samples: int, seed: int) -> list[float]:
+    data = PromptSet(task, [Question(prompt, policy.tokenizer.chat(prompt.messages)) for prompt in task.prompts()])
+    count, end_ids = len(data.questions), policy.tokenizer.end_ids
     right, styles = defaultdict(list), defaultdict(list)
-    settings = Settings((seed, 0, 0), tokenizer.end_ids, 44, 1.0, 1.0, 192)
-    for given in answer(model, tokenizer, task, questions, [range(samples)] * len(questions), settings):
+    settings = Settings((seed, 0, 0), end_ids, 44, 1.0, 1.0, 192)
+    for given in answer(policy, data, [range(samples)] * count, settings):
         right[given.rollout.prompt].append((given.rollout.sample, given.reward.value))
         styles[given.rollout.prompt].append(style_of(task.prompts()[given.rollout.prompt], given.text))
-    greedy_settings = Settings((seed, 0, 1), tokenizer.end_ids, 44, 0.0, 1.0, 192)
-    greedy = [
-        a.reward.value for a in answer(model, tokenizer, task, questions, [[0]] * len(questions), greedy_settings)
-    ]
+    greedy_settings = Settings((seed, 0, 1), end_ids, 44, 0.0, 1.0, 192)
+    greedy = [a.reward.value for a in answer(policy, data, [[0]] * count, greedy_settings)]
     counts = [int(sum(value for _, value in found)) for found in right.values()]
     passes = [fmean(pass_at_k(samples, count, k) for count in counts) if k <= samples else float("nan") for k in KS]
     perfect = fmean(all(value for _, value in sorted(found)[:8]) for found in right.values())
@@ -53,14 +52,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
     base = build_base(options.folder, options.seed, options.threads)
-    model, tokenizer = load_model(base), load_tokenizer(base)
+    policy = Policy(load_model(base), load_tokenizer(base), base)
     if options.threads:
         torch.set_num_threads(options.threads)
     names = ["greedy", *(f"pass@{k}" for k in KS), "8 of 8", "bits", "top style", "no style"]
     print(f"| set | {' | '.join(names)} |\n| --- |{' ---: |' * len(names)}")
     for where in COUNTS:
         task = MiniatureTask(where, {}, DataConfig(), options.seed, options.folder)
-        found = measure(model, tokenizer, task, 8 if where == "train" else options.samples, options.seed)
+        found = measure(policy, task, 8 if where == "train" else options.samples, options.seed)
         print(f"| {where} | {' | '.join(f'{value:.3f}' for value in found)} |", flush=True)
 
 

@@ -7,7 +7,8 @@ the share --mixed are always answered rightly, so that their rows have no advant
 With --trl, where it is installed (pip install trl), TRL takes the same GRPO step: same prompts, limits and rewards.
 
 The limit is the time of the step's matrix products alone: those of each decode step at the rows then in work, and three
-times (forward, and backward to inputs and weights) those of the trained tokens, micro-batch by micro-batch.
+times (forward, and backward to inputs and weights) those of the trained tokens, micro-batch by micro-batch; what
+answers have in common is computed once, as in the step.
 
 MODEL is a model folder, or `miniature`. The table gives medians over the steps after the first.
 """
@@ -32,7 +33,7 @@ from dph.cli import load_policy, open_task, set_up
 from dph.config import Config, load_config
 from dph.model import Decoder
 from dph.presampling import Partition
-from dph.rollouts import Rollout, microbatches, score
+from dph.rollouts import Rollout, collate, microbatches, score
 from dph.tasks import Prompt, Reward, Task
 from dph.trainer import Trainer
 
@@ -81,7 +82,7 @@ def rehearsal(policy: Policy, data: PromptSet, config: Config) -> list[Rollout]:
     """As many answers of the model as a step samples, with what presampling would store of them."""
     how = sampling_settings(config, policy.tokenizer, EVALUATE)
     numbers = [range(config.train.responses_per_prompt)] * len(data.questions)
-    rows = [a.rollout for a in answer(policy.model, policy.tokenizer, data.task, data.questions, numbers, how)]
+    rows = [a.rollout for a in answer(policy, data, numbers, how)]
     budget, top_k = config.train.microbatch_tokens, config.presample.top_k
     for rollout, (logprobs, top) in zip(rows, score(policy.model, rows, 1.0, budget, top_k), strict=True):
         rollout.logprobs, rollout.top = logprobs, top
@@ -134,8 +135,8 @@ def limit(model: Decoder, rollouts: list[Rollout], config: Config) -> float:
             rows = sum(length > position for length in lengths)
             products(rows, rows, False)
         for group in microbatches(rollouts, config.train.microbatch_tokens):
-            longest = max(len(rollouts[i]) for i in group)
-            products(len(group) * longest, sum(lengths[i] for i in group), True)
+            batch = collate([rollouts[i] for i in group], model.head.device)
+            products(len(batch.tokens), len(batch.targets), True)
     return found.seconds
 
 

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,13 @@ class PromptSet:
         hashed = hashlib.sha256(prompts.encode()).hexdigest()
         return {"model": weights, "prompts": hashed, "settings": json.dumps(found, sort_keys=True)}
 
+    def shown(self, got: "Answer") -> dict[str, Any]:
+        """A row of samples.jsonl; with what the task records it can be graded again."""
+        prompt = next(q.prompt for q in self.questions if q.prompt.index == got.rollout.prompt)
+        judged = {"response": got.text, "reward": got.reward.value, "outcome": got.reward.outcome}
+        asked = {"source": self.task.name, "prompt": prompt.messages[-1]["content"]}
+        return {**asked, **self.task.record(prompt), **judged}
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -96,41 +103,36 @@ def sampling_settings(
     return Settings(stream, tokenizer.end_ids, wanted.max_new_tokens, wanted.temperature, top_p, wanted.max_rows)
 
 
-def answer(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    task: Task,
-    questions: Sequence[Question],
-    samples: Sequence[Sequence[int]],
-    settings: Settings,
-) -> Iterator[Answer]:
+def answer(policy: Policy, data: PromptSet, samples: Sequence[Sequence[int]], settings: Settings) -> Iterator[Answer]:
     """Judged answers in the order in which they end; `samples` holds for each question the numbers of its answers."""
-    requests = [Request(q.prompt.index, q.tokens, s) for q, s in zip(questions, samples, strict=True)]
-    prompts = {question.prompt.index: question.prompt for question in questions}
-    stream = sample_stream(model, requests, settings)
-    while written := [(rollout, tokenizer.decode(rollout.tokens)) for rollout in islice(stream, GRADED_TOGETHER)]:
-        rewards = task.rewards([(prompts[rollout.prompt], text) for rollout, text in written])
+    requests = [Request(q.prompt.index, q.tokens, s) for q, s in zip(data.questions, samples, strict=True)]
+    prompts = {question.prompt.index: question.prompt for question in data.questions}
+    stream = sample_stream(policy.model, requests, settings)
+    while written := [(r, policy.tokenizer.decode(r.tokens)) for r in islice(stream, GRADED_TOGETHER)]:
+        rewards = data.task.rewards([(prompts[rollout.prompt], text) for rollout, text in written])
         for (rollout, text), reward in zip(written, rewards, strict=True):
             rollout.reward = reward.value
             yield Answer(rollout, text, reward)
 
 
 class Actor:
-    """The weights that sample: the model itself in fp32, or a bf16 copy of it that `refresh` brings up to date."""
+    """Who samples: the policy itself in fp32, or a bf16 copy of it that `refresh` brings up to date."""
 
-    def __init__(self, model: Decoder, dtype: str) -> None:
-        self.source = model
-        self.model = copy.deepcopy(model).to(torch.bfloat16).requires_grad_(False) if dtype == "bf16" else model
-        if model.compiled and self.model is not model:  # a copy is not compiled
-            self.model.compile_layers()
+    def __init__(self, policy: Policy, dtype: str) -> None:
+        self.source = self.policy = policy
+        if dtype == "bf16":
+            copied = copy.deepcopy(policy.model).to(torch.bfloat16).requires_grad_(False)
+            self.policy = replace(policy, model=copied)
+            if policy.model.compiled:  # a copy is not
+                copied.compile_layers()
 
     @torch.no_grad()
-    def refresh(self) -> Decoder:
-        """Copies the source's weights and returns the model to sample from."""
-        if self.model is not self.source:
-            for copied, weight in zip(self.model.parameters(), self.source.parameters(), strict=True):
+    def refresh(self) -> Policy:
+        """Copies the source's weights and returns the policy that samples."""
+        if self.policy is not self.source:
+            for copied, weight in zip(self.policy.model.parameters(), self.source.model.parameters(), strict=True):
                 copied.copy_(weight)
-        return self.model
+        return self.policy
 
 
 def autocast(model: Decoder, dtype: str) -> torch.autocast:

@@ -49,7 +49,7 @@ class Collector:
         self.config, self.policy, self.task = config, policy, data.task
         self.explore, self.reference = explore, reference
         self.questions = {question.prompt.index: question for question in data.questions}
-        self.actor = Actor(policy.model, config.run.dtype)
+        self.actor = Actor(policy, config.run.dtype)
         self.replay: Path | None = None  # a run's folder whose recorded rollouts are played back
 
     def collect(self, state: State, rehearsed: Sequence[Rollout], meter: Meter) -> Experience:
@@ -105,7 +105,7 @@ class Collector:
         return [rollout for group in groups for rollout in group]
 
     def _sample(
-        self, step: int, questions: Sequence[Question], size: int, seen: Counter[int], meter: Meter
+        self, step: int, questions: list[Question], size: int, seen: Counter[int], meter: Meter
     ) -> list[Answer]:
         """`size` judged answers to each question, question-major."""
         samples = []
@@ -114,7 +114,7 @@ class Collector:
             samples.append(range(first, first + size))
             seen[question.prompt.index] += size
         settings = sampling_settings(self.config, self.policy.tokenizer, TRAIN, step)
-        stream = answer(self.actor.refresh(), self.policy.tokenizer, self.task, questions, samples, settings)
+        stream = answer(self.actor.refresh(), PromptSet(self.task, questions), samples, settings)
         found = {(a.rollout.prompt, a.rollout.sample): a for a in stream}
         for a in found.values():
             buffer, limit = self.config.loss.overlong_buffer, self.config.sampling.max_new_tokens

@@ -64,14 +64,14 @@ def evaluate(
 
     Returns: {"source", "n", "problems": [{"prompt", "correct", "greedy", ...}]}, and the sampled answers.
     """
-    model = Actor(policy.model, config.run.dtype).model
+    actor = Actor(policy, config.run.dtype).policy
     drawn: dict[int, list[Answer]] = {question.prompt.index: [] for question in data.questions}
     best: dict[int, float] = {}
     settings = sampling_settings(config, policy.tokenizer, EVALUATE, top_p=config.eval.top_p)
     with tqdm(total=len(drawn) * (samples + greedy), desc=data.task.name, unit="answer", disable=not bar) as progress:
         for temperature, numbers in ((config.eval.temperature, range(samples)), (0.0, range(int(greedy)))):
             how = replace(settings, temperature=temperature)
-            for got in answer(model, policy.tokenizer, data.task, data.questions, [numbers] * len(drawn), how):
+            for got in answer(actor, data, [numbers] * len(drawn), how):
                 progress.update()
                 if temperature:
                     drawn[got.rollout.prompt].append(got)

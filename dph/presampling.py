@@ -80,7 +80,7 @@ class _Work:
     def __getitem__(self, key: tuple[str, Question]) -> dict[str, Any]:
         return self.done[key[0], key[1].prompt.index]
 
-    def ask(self, stage: str, questions: Sequence[Question], samples: range, keep: bool) -> None:
+    def ask(self, stage: str, questions: list[Question], samples: range, keep: bool) -> None:
         """Draws and judges answers of pi_ref, in portions that are noted whole.
 
         A portion that was cut short is drawn anew: in batches of the same shapes it says the same, to the bit.
@@ -89,12 +89,12 @@ class _Work:
         portions = [questions[i : i + size] for i in range(0, len(questions), size)]
         todo = [p for p in portions if any((stage, q.prompt.index) not in self.done for q in p)]
         settings = sampling_settings(self.config, self.policy.tokenizer, PRESAMPLE, top_p=self.config.presample.top_p)
-        model = Actor(self.policy.model, self.config.run.dtype).model
+        actor = Actor(self.policy, self.config.run.dtype).policy
         total, left = (len(samples) * sum(map(len, each)) for each in (portions, todo))
         with tqdm(total=total, initial=total - left, desc=f"pre-sampling, {stage}", unit="answer") as bar:
             for portion in todo:
                 found: list[Answer] = []
-                for got in answer(model, self.policy.tokenizer, self.task, portion, [samples] * len(portion), settings):
+                for got in answer(actor, PromptSet(self.task, portion), [samples] * len(portion), settings):
                     found.append(got)
                     bar.update()
                 self._note(stage, sorted(found, key=lambda a: (a.rollout.prompt, a.rollout.sample)), keep)

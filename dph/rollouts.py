@@ -102,19 +102,17 @@ def _padded(flat: Tensor, mask: Tensor) -> Tensor:
     return flat.new_zeros(*mask.shape, *flat.shape[1:]).index_put((mask,), flat)
 
 
-def microbatches(rollouts: Sequence[Rollout], budget: int) -> Iterator[list[int]]:
-    """Indices of rollouts in groups of at most `budget` tokens with padding (or one row); a prompt's stay together."""
+def microbatches(rollouts: Sequence[Rollout], budget: int) -> list[list[int]]:
+    """Rollouts' indices in groups of at most `budget` tokens with padding, a prompt's together."""
     prompts, longest = [tuple(r.prompt_tokens) for r in rollouts], dict[tuple[int, ...], int]()
     for prompt, rollout in zip(prompts, rollouts, strict=True):
         longest[prompt] = max(longest.get(prompt, 0), len(rollout))
-    group: list[int] = []
+    groups: list[list[int]] = []
     for i in sorted(range(len(rollouts)), key=lambda i: (longest[prompts[i]], prompts[i], len(rollouts[i]))):
-        if group and (len(group) + 1) * longest[prompts[i]] > budget:
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group
+        if not groups or (len(groups[-1]) + 1) * longest[prompts[i]] > budget:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
 
 
 def token_logprobs(model: Decoder, batch: Batch, temperature: float, entropy_gradient: bool = False) -> Scores:
@@ -199,16 +197,14 @@ def score(
     for group in microbatches(rollouts, budget):
         batch = collate([rollouts[i] for i in group], device)
         logprobs = token_logprobs(model, batch, temperature).logprobs.tolist()
-        tops: list[tuple[Tensor, Tensor]] = []
+        tops: list[Any] = [None] * len(group)
         if top_k:
-            states = _response_states(model, batch)
-            chunks = _chunks(model.config.vocab_size, states / (temperature or 1.0))
+            chunks = _chunks(model.config.vocab_size, _response_states(model, batch) / (temperature or 1.0))
             found = [_promote(model.logits(x)).log_softmax(-1).topk(top_k) for (x,) in chunks]
             lengths = [len(rollouts[i].tokens) for i in group]
             values, ids = (torch.split(torch.cat([f[n] for f in found]).cpu(), lengths) for n in (0, 1))
             tops = list(zip(ids, values, strict=True))
-        for place, i in enumerate(group):
-            scores[i] = (logprobs[place][: len(rollouts[i].tokens)], tops[place] if top_k else None)
+        scores |= {i: (x[: len(rollouts[i].tokens)], t) for i, x, t in zip(group, logprobs, tops, strict=True)}
     return [scores[i] for i in range(len(rollouts))]
 
 

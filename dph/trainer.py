@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dph import losses
-from dph.answering import Answer, Policy, PromptSet, autocast
+from dph.answering import Policy, PromptSet, autocast
 from dph.checkpoint import append_rows, load_checkpoint, newest_checkpoint, save_checkpoint
 from dph.collector import REHEARSAL, Collector, State, shuffled
 from dph.config import Config
@@ -31,7 +31,6 @@ from dph.metrics import Meter, RunLog
 from dph.model import Decoder
 from dph.presampling import Partition
 from dph.rollouts import Batch, Rollout, Scores, collate, microbatches, token_logprobs
-from dph.tasks import Prompt, Task
 
 SKIPS = 5  # so many updates in a row without a finite gradient end the run
 Rows = list[Rollout]
@@ -215,19 +214,11 @@ class Trainer:
             part = PromptSet(data.task, data.questions[: small.during_prompts])
             result, answers = evaluate(self.policy, part, self.config, small.during_samples, False, bar=False)
             found[data.task.name] = summarise(result, small.k)
-            prompts = {q.prompt.index: q.prompt for q in part.questions}
-            few = answers[:: -(-len(answers) // 8)]
-            rows = [{"step": step, **_shown(data.task, prompts[a.rollout.prompt], a)} for a in few]
+            rows = [{"step": step, **part.shown(a)} for a in answers[:: -(-len(answers) // 8)]]
             append_rows(self.config.run_folder / "samples.jsonl", rows)
         if found and (score := found[self.sets[0].task.name]["pass@1"][0]) > self.state["best"]:
             self.state |= {"best": score, "best_step": step}
         return found
-
-
-def _shown(task: Task, prompt: Prompt, got: Answer) -> dict[str, Any]:
-    """A row of samples.jsonl; with what the task records it can be graded again."""
-    judged = {"response": got.text, "reward": got.reward.value, "outcome": got.reward.outcome}
-    return {"source": task.name, "prompt": prompt.messages[-1]["content"], **task.record(prompt), **judged}
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def ask(policy: Policy, data: PromptSet, config: Config, index: int, purpose: in
     """Eight judged answers to prompt `index`, in order."""
     questions = [q for q in data.questions if q.prompt.index == index]
     settings = sampling_settings(config, policy.tokenizer, purpose)
-    found = answer(policy.model, policy.tokenizer, data.task, questions, [range(8)], settings)
+    found = answer(policy, PromptSet(data.task, questions), [range(8)], settings)
     return sorted(found, key=lambda a: a.rollout.sample)
 
 

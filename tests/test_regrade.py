@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 import evaluate
-from dph.answering import Answer
+from dph.answering import Answer, PromptSet, Question
 from dph.cli import run_command
 from dph.config import DataConfig
 from dph.errors import DataError, UserError
 from dph.tasks import Task, load_task
 from dph.tasks.regrade import check, regrade
-from dph.trainer import _shown
 from tests.helpers import rollout, tiny_folder
 
 GOLD = [
@@ -73,7 +72,8 @@ def samples(path: Path, sources: list[str], data: DataConfig, seed: int) -> list
             for text in (solution(task, number), solution(task, number - 1) + "0", "")
         ]
         for (prompt, text), reward in zip(pairs, task.rewards(pairs), strict=True):
-            rows.append(_shown(task, prompt, Answer(rollout([1], [1], reward=reward.value), text, reward)))
+            got = Answer(rollout([1], [1], index=prompt.index, reward=reward.value), text, reward)
+            rows.append(PromptSet(task, [Question(prompt, [1])]).shown(got))
         task.close()
     write(path, *rows)
     return rows

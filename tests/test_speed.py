@@ -45,9 +45,10 @@ def test_compiled_layers_change_no_result(tmp_path: Path, monkeypatch: pytest.Mo
     compile_eagerly(monkeypatch)
     base = build_base(tmp_path, 0, progress=False, recipe=Recipe(pairs=200, steps=2))
     config = load_config("configs/miniature_grpo.toml", [f"--model.path={base}", "--model.compile=true"])
-    plain, compiled = load_model(base), load_policy(config.model.path, config, torch.device("cpu")).model
+    policy = load_policy(config.model.path, config, torch.device("cpu"))
+    plain, compiled = load_model(base), policy.model
     assert compiled.compiled
-    assert Actor(compiled, "bf16").model.compiled  # a bf16 copy that samples
+    assert Actor(policy, "bf16").policy.model.compiled  # a bf16 copy that samples
     batch = collate([rollout([1, 5, 6], [7, 8, 2]), rollout([1, 9], [10, 2])], "cpu")
     scores = []
     for model in (plain, compiled):
