@@ -227,8 +227,8 @@ def write_tables(folder: Path, order: Sequence[str] = ()) -> Path:
     parts += ["## Methods at the setting chosen on validation\n"]
     parts += [f"### {name}\n\n{scores(base, chosen, role)}" for role, name in DOMAINS.items()]
     parts += ["### Partition, seconds a step, memory\n\n" + COST + costs(chosen)]
-    grpo = next((setting for setting in chosen if setting.method == "grpo"), None)
-    for against in (each for each in (grpo, base) if each is not None):
+    named = {setting.method: setting for setting in (base, *chosen)}
+    for against in (named[name] for name in ("grpo", BASE, "rkl") if name in named):
         others = [setting for setting in chosen if setting is not against]
         parts += [f"## Each method minus {against.method}\n\n{PAIRED}{differences(others, against)}"]
     parts += ["## Every setting\n", "### The choice\n\n" + choices(base, settings, chosen)]
