@@ -25,7 +25,7 @@ from tqdm import tqdm
 from dph.answering import PRESAMPLE, Actor, Answer, Policy, PromptSet, Question, answer, autocast, sampling_settings
 from dph.checkpoint import append_rows, read_log, write_tensors, write_text
 from dph.config import Config
-from dph.errors import UserError, read_json
+from dph.errors import UserError
 from dph.rollouts import Rollout, pack, score, unpack
 from dph.tasks import Task
 
@@ -143,14 +143,15 @@ def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
     Raises: UserError when it was made from something else, or when both sets are empty.
     """
     try:
-        made = read_json(folder / "report.json")["fingerprint"]
-        rows, rehearsal = (
-            read_log(folder / "partition.jsonl", "set"),
-            unpack(load_file(folder / "rehearsal.safetensors")),
-        )
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        _refuse_stale(folder, report["fingerprint"], fingerprint)
+        lines = (folder / "partition.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]  # not read_log, which forgives a line that was cut
+        rehearsal = unpack(load_file(folder / "rehearsal.safetensors"))
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{folder}: cannot be read ({error}); delete it to pre-sample again") from error
-    _refuse_stale(folder, made, fingerprint)
     pef, exp = ([row["prompt"] for row in rows if row["set"] == name] for name in ("pef", "exp"))
     if not pef and not exp:
         raise UserError(f"{folder}: D_pef and D_exp are both empty: all {len(rows)} prompts were dropped")

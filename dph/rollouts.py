@@ -82,9 +82,11 @@ def collate(rollouts: Sequence[Rollout], device: torch.device | str) -> Batch:
     padded = [_padded(torch.tensor([x for row in part for x in row]), mask) for part in zip(*known, strict=True)]
     if tops := [r.top for r in rollouts if r.top is not None]:
         padded += [_padded(torch.cat(parts), mask) for parts in zip(*tops, strict=True)]
-    tokens = [token for _, token in nodes], states, [token for r in rollouts for token in r.tokens]
-    first, *rest = (x.to(device) for x in (*map(torch.tensor, tokens), mask, *padded))
-    return Batch(first, Layout(*(x.to(device) for x in _layout(paths))), *rest)
+    tokens = torch.tensor([token for _, token in nodes])
+    targets = torch.tensor([token for r in rollouts for token in r.tokens])
+    layout = Layout(*(x.to(device) for x in _layout(paths)))
+    rest = (x.to(device) for x in (torch.tensor(states), targets, mask, *padded))
+    return Batch(tokens.to(device), layout, *rest)
 
 
 def _layout(paths: Sequence[list[int]]) -> Layout:
@@ -103,7 +105,7 @@ def _padded(flat: Tensor, mask: Tensor) -> Tensor:
 
 
 def microbatches(rollouts: Sequence[Rollout], budget: int) -> list[list[int]]:
-    """Rollouts' indices in groups of at most `budget` tokens with padding, a prompt's together."""
+    """Rollouts' indices in groups of at most `budget` tokens with padding (or one row), a prompt's together."""
     prompts, longest = [tuple(r.prompt_tokens) for r in rollouts], dict[tuple[int, ...], int]()
     for prompt, rollout in zip(prompts, rollouts, strict=True):
         longest[prompt] = max(longest.get(prompt, 0), len(rollout))
@@ -133,8 +135,10 @@ def token_logprobs(model: Decoder, batch: Batch, temperature: float, entropy_gra
 
 
 class _Head(torch.autograd.Function):
-    """Softmax in chunks whose logits are computed again for the gradient: with z = W h and p = softmax(z),
-    d log p(a) / dz = 1_a - p, and dH / dz = -p (log p + H)."""
+    """The vocabulary's softmax in chunks of positions whose logits are computed again for the gradient.
+
+    With z = W h and p = softmax(z): d log p(a) / dz = 1_a - p, and dH / dz = -p (log p + H).
+    """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -226,9 +230,10 @@ def unpack(tensors: Mapping[str, Tensor]) -> list[Rollout]:
     lengths, asked = tensors["lengths"].tolist(), tensors["prompt_lengths"].tolist()
     pieces = {n: torch.split(x, lengths) for n, x in tensors.items() if n in ("tokens", "logprobs") or "top" in n}
     pieces["prompt_tokens"] = torch.split(tensors["prompt_tokens"], asked)
+    singles = {name: tensors[name].tolist() for name in SINGLE}
     rollouts = []
     for i in range(len(lengths)):
-        values: dict[str, Any] = {name: tensors[name][i].item() for name in SINGLE}
+        values: dict[str, Any] = {name: column[i] for name, column in singles.items()}
         values |= {name: pieces[name][i].tolist() for name in RAGGED}
         top = (pieces["top_ids"][i].long(), pieces["top_logprobs"][i]) if "top_ids" in pieces else None
         rollouts.append(Rollout(**values, top=top))
