@@ -13,13 +13,13 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from dph.answering import tokenize
 from dph.checkpoint import newest_checkpoint
 from dph.cli import config_argument, load_policy, open_task, run_command, set_up
 from dph.config import Config
 from dph.errors import UserError
 from dph.evaluation import evaluate_model
 from dph.plots import plot_pass_at_k, table
+from dph.tasks.prompts import tokenize
 from dph.tasks.regrade import check, regrade, show
 
 

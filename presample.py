@@ -6,11 +6,11 @@ train.py does the same when the partition is missing; this command makes it alon
 import argparse
 import json
 
-from dph.answering import tokenize
 from dph.checkpoint import open_run
 from dph.cli import load_policy, open_task, run_command, set_up
 from dph.config import Config
 from dph.presampling import presample
+from dph.tasks.prompts import tokenize
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ import argparse
 import shutil
 from pathlib import Path
 
-from dph.answering import tokenize
 from dph.checkpoint import open_run
 from dph.cli import config_argument, load_policy, open_task, run_command, set_up
 from dph.config import Config
@@ -16,6 +15,7 @@ from dph.errors import UserError
 from dph.evaluation import evaluate_model
 from dph.plots import plot_run, table
 from dph.presampling import presample
+from dph.tasks.prompts import tokenize
 from dph.trainer import Trainer
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from dph import losses
-from dph.answering import tokenize
 from dph.checkpoint import open_run
 from dph.cli import load_policy, open_task, set_up
 from dph.collector import shuffled
@@ -27,6 +26,7 @@ from dph.divergences import make_divergence
 from dph.model import Decoder
 from dph.presampling import presample
 from dph.rollouts import Rollout, collate, token_logprobs
+from dph.tasks.prompts import tokenize
 
 ROWS, BATCHES, WIDTHS = 64, 40, (1, 2, 4, 8, 16, 32, 127)
 

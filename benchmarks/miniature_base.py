@@ -13,13 +13,14 @@ from statistics import fmean
 
 import torch
 
-from dph.answering import Policy, PromptSet, Question, answer
+from dph.answering import Policy, answer
 from dph.config import DataConfig
 from dph.evaluation import pass_at_k
 from dph.model import load_model
 from dph.sampler import Settings
 from dph.tasks.miniature import COUNTS, MiniatureTask, style_of, style_spread
 from dph.tasks.miniature_base import build_base
+from dph.tasks.prompts import PromptSet, Question
 from dph.tokenizer import load_tokenizer
 
 KS = (1, 8, 16, 64)

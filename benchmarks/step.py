@@ -19,7 +19,7 @@ import json
 import multiprocessing
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,14 @@ from torch import nn
 
 from benchmarks.measure import cost, machine
 from benchmarks.sampler import ASKED, matrices
-from dph.answering import EVALUATE, Policy, PromptSet, answer, autocast, sampling_settings, tokenize
+from dph.answering import EVALUATE, Policy, answer, autocast, sampling_settings
 from dph.cli import load_policy, open_task, set_up
 from dph.config import Config, load_config
 from dph.model import Decoder
 from dph.presampling import Partition
 from dph.rollouts import Rollout, collate, microbatches, score
 from dph.tasks import Prompt, Reward, Task
+from dph.tasks.prompts import PromptSet, tokenize
 from dph.trainer import Trainer
 
 METHODS = ["grpo", "dph_f", "dph_js", "rkl", "dph_js_definition", "dph_f_top32"]
@@ -80,7 +81,7 @@ def settings(method: str, wanted: argparse.Namespace, folder: str) -> Config:
 
 def rehearsal(policy: Policy, data: PromptSet, config: Config) -> list[Rollout]:
     """As many answers of the model as a step samples, with what presampling would store of them."""
-    how = sampling_settings(config, policy.tokenizer, EVALUATE)
+    how = sampling_settings(config, policy, EVALUATE)
     numbers = [range(config.train.responses_per_prompt)] * len(data.questions)
     rows = [a.rollout for a in answer(policy, data, numbers, how)]
     budget, top_k = config.train.microbatch_tokens, config.presample.top_k
@@ -89,8 +90,8 @@ def rehearsal(policy: Policy, data: PromptSet, config: Config) -> list[Rollout]:
     return rows
 
 
-def measure(method: str, wanted: argparse.Namespace) -> dict[str, float]:
-    """One method's medians."""
+def measure(method: str, wanted: argparse.Namespace, after: Callable[[], None] = lambda: None) -> dict[str, float]:
+    """One method's medians; `after` is called after each step, the one to warm up included."""
     with tempfile.TemporaryDirectory() as folder:
         config = settings(method, wanted, folder)
         config.run_folder.mkdir(parents=True, exist_ok=True)
@@ -109,6 +110,7 @@ def measure(method: str, wanted: argparse.Namespace) -> dict[str, float]:
                 with cost() as step:
                     row = trainer.train_step()
                 steps.append({**row, "step": step.seconds})
+                after()
         numbers = [key for key, value in steps[1].items() if isinstance(value, float)]
         median = {key: statistics.median(s[key] for s in steps[1:]) for key in numbers}
         rows = wanted.prompts * wanted.samples * (2 if stored else 1)

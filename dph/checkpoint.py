@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dph import distributed
 from dph.config import Config, TrainConfig, read_tables, to_toml
 from dph.errors import DataError, UserError, read_json
 from dph.model import Decoder, load_model, save_model
@@ -70,13 +71,17 @@ def _remove(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a whole file, or leaves the old one."""
+    """Writes a whole file, or leaves the old one. Of several processes the leader writes, here and below."""
+    if distributed.rank():
+        return
     with _beside(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a whole safetensors file, or leaves the old one."""
+    if distributed.rank():
+        return
     with _beside(path) as partial:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
 
@@ -85,7 +90,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Appends rows to a JSON Lines file and syncs it; a crash may cut the last line, which `read_log` drops."""
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(json.dumps(row) + "\n" for row in rows if distributed.rank() == 0)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -105,6 +110,7 @@ def read_log(path: Path, column: str = "") -> list[dict[str, Any]]:
     return rows
 
 
+@distributed.leader_first()
 def open_run(config: Config) -> Path:
     """Makes the run's folder with its config.toml and takes its lock until this process ends.
 
@@ -113,7 +119,8 @@ def open_run(config: Config) -> Path:
     folder = config.run_folder
     folder.mkdir(parents=True, exist_ok=True)
     try:  # the number stays open on purpose; a lock of the process, so that it may open its run twice
-        fcntl.lockf(os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if distributed.rank() == 0:
+            fcntl.lockf(os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{folder}: another process is at work here; wait, or choose another run.name") from None
     path, text = folder / "config.toml", to_toml(config)
@@ -134,12 +141,15 @@ def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_checkpoint(
     run: Path, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, state: Mapping[str, Any], train: TrainConfig
-) -> Path:
+) -> None:
     """Writes checkpoints/step-N, N = state["step"], and deletes others than the newest train.keep_last and the best."""
     home, step = run / "checkpoints", state["step"]
     home.mkdir(exist_ok=True)
     names = {id(p): name for name, p in model.named_parameters()}
-    moments = {f"{names[id(p)]}:{key}": x for p, kept in optimizer.state.items() for key, x in kept.items()}
+    moments = {f"{names[id(p)]}:{key}": x.cpu() for p, kept in optimizer.state.items() for key, x in kept.items()}
+    moments = dict(distributed.gather(moments.items(), leader=True))
+    if distributed.rank():
+        return
     with _beside(home / f"step-{step}") as partial:
         save_model(model, partial)
         tokenizer.save(partial)
@@ -151,7 +161,6 @@ def save_checkpoint(
     kept = [p for p in checkpoints(run) if _step(p) <= step][-train.keep_last :]  # what is newer was not whole
     for other in {*checkpoints(run), *home.glob("step-*.partial")} - {*kept, home / best}:
         _remove(other)
-    return home / f"step-{step}"
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -191,11 +200,11 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[
     saved = load_model(folder, next(model.parameters()).dtype)
     for weight, loaded in zip(model.parameters(), saved.parameters(), strict=True):
         weight.copy_(loaded)
-    moments = load_file(folder / "trainer.safetensors")
+    moments, own = load_file(folder / "trainer.safetensors"), {p for g in optimizer.param_groups for p in g["params"]}
     for name, weight in model.named_parameters():
         prefix = f"{name}:"
         kept = {key.removeprefix(prefix): x for key, x in moments.items() if key.startswith(prefix)}
-        if kept:
+        if kept and weight in own:
             optimizer.state[weight] = {  # the count of steps as it is, moments laid out in memory as the weight is
                 k: torch.empty_like(weight).copy_(x) if x.ndim else x.to(weight.device) for k, x in kept.items()
             }

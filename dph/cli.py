@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from dph import distributed
 from dph.answering import Policy
 from dph.config import Config, describe, load_config
 from dph.errors import UserError
@@ -40,7 +41,8 @@ def run_command(
     declare(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments, overrides = parser.parse_known_intermixed_args()
-    to_the_end(lambda: main(load_config(arguments.config, overrides), arguments), arguments.debug)
+    work = distributed.processes()(lambda: main(load_config(arguments.config, overrides), arguments))
+    to_the_end(work, arguments.debug)
 
 
 def to_the_end(work: Callable[[], None], debug: bool) -> None:
@@ -74,6 +76,7 @@ def set_up(config: Config) -> torch.device:
     return torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+@distributed.leader_first()
 def resolve_model(path: str, config: Config) -> Path:
     """The folder of a model: itself, the miniature's base (trained if need be), or a hub name's download."""
     if path == "miniature":

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dph.answering import TRAIN, Actor, Answer, Policy, PromptSet, Question, answer, autocast, sampling_settings
+from dph.answering import TRAIN, Answer, Policy, acting, answer, autocast, sampling_settings
 from dph.checkpoint import write_tensors
 from dph.config import Config
 from dph.errors import UserError
@@ -25,6 +25,7 @@ from dph.losses import group_advantages, overlong_penalty
 from dph.metrics import Meter
 from dph.model import Decoder
 from dph.rollouts import Rollout, pack, score, unpack
+from dph.tasks.prompts import PromptSet, Question
 
 PROMPTS, REHEARSAL = 1, 2  # numbers of the two random orders
 State = dict[str, Any]  # what a run's next step depends on beside weights and moments: counters, decisions, the best
@@ -49,7 +50,7 @@ class Collector:
         self.config, self.policy, self.task = config, policy, data.task
         self.explore, self.reference = explore, reference
         self.questions = {question.prompt.index: question for question in data.questions}
-        self.actor = Actor(policy, config.run.dtype)
+        self.actor: Policy | None = None
         self.replay: Path | None = None  # a run's folder whose recorded rollouts are played back
 
     def collect(self, state: State, rehearsed: Sequence[Rollout], meter: Meter) -> Experience:
@@ -113,8 +114,9 @@ class Collector:
             first = seen[question.prompt.index]
             samples.append(range(first, first + size))
             seen[question.prompt.index] += size
-        settings = sampling_settings(self.config, self.policy.tokenizer, TRAIN, step)
-        stream = answer(self.actor.refresh(), PromptSet(self.task, questions), samples, settings)
+        settings = sampling_settings(self.config, self.policy, TRAIN, step)
+        self.actor = acting(self.policy, self.config.run.dtype, self.actor)
+        stream = answer(self.actor, PromptSet(self.task, questions), samples, settings)
         found = {(a.rollout.prompt, a.rollout.sample): a for a in stream}
         for a in found.values():
             buffer, limit = self.config.loss.overlong_buffer, self.config.sampling.max_new_tokens

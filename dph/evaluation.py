@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from dph.answering import EVALUATE, Actor, Answer, Policy, PromptSet, answer, sampling_settings
+from dph.answering import EVALUATE, Answer, Policy, acting, answer, sampling_settings
 from dph.checkpoint import write_text
 from dph.config import Config
 from dph.errors import read_json
+from dph.tasks.prompts import PromptSet
 
 RESAMPLES = 1000
 
@@ -64,10 +65,10 @@ def evaluate(
 
     Returns: {"source", "n", "problems": [{"prompt", "correct", "greedy", ...}]}, and the sampled answers.
     """
-    actor = Actor(policy, config.run.dtype).policy
+    actor = acting(policy, config.run.dtype)
     drawn: dict[int, list[Answer]] = {question.prompt.index: [] for question in data.questions}
     best: dict[int, float] = {}
-    settings = sampling_settings(config, policy.tokenizer, EVALUATE, top_p=config.eval.top_p)
+    settings = sampling_settings(config, policy, EVALUATE, top_p=config.eval.top_p)
     with tqdm(total=len(drawn) * (samples + greedy), desc=data.task.name, unit="answer", disable=not bar) as progress:
         for temperature, numbers in ((config.eval.temperature, range(samples)), (0.0, range(int(greedy)))):
             how = replace(settings, temperature=temperature)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dph import distributed
 from dph.checkpoint import append_rows, read_log, write_text
 from dph.errors import UserError
 
@@ -43,8 +44,12 @@ class Meter:
         self.add(f"seconds/{phase}", time.perf_counter() - begin)
 
     def means(self) -> dict[str, float]:
-        """Every metric as a number, with the rates of sampling and training."""
-        found = {name: float(total) / (float(self.counts[name]) or 1) for name, total in self.totals.items()}
+        """Every metric as a number, over all processes, with the rates of sampling and training."""
+        parts = [(name, float(total), float(self.counts[name])) for name, total in self.totals.items()]
+        whole = Meter()
+        for part in distributed.gather(parts):
+            whole.add(*part)
+        found = {name: total / (whole.counts[name] or distributed.size()) for name, total in whole.totals.items()}
         for phase, tokens in (("sample_and_grade", "sampled_tokens"), ("train", "trained_tokens")):
             if found.get(f"seconds/{phase}"):
                 found[f"{tokens}_per_second"] = found.get(tokens, 0.0) / found[f"seconds/{phase}"]
@@ -61,7 +66,7 @@ class RunLog:
                 kept = [row for row in read_log(path, "step") if row["step"] <= step]
                 write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.writer: Any = None
-        if tensorboard:
+        if tensorboard and distributed.rank() == 0:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:

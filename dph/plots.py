@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
+from dph import distributed
 from dph.checkpoint import read_log
 from dph.divergences import GENERATORS, Divergence, make_divergence
 from dph.errors import read_json
@@ -92,7 +93,8 @@ def plot_metrics(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
 
 
 def _save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, dpi=120)
+    if distributed.rank() == 0:
+        figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
 

@@ -22,12 +22,14 @@ from typing import Any
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from dph.answering import PRESAMPLE, Actor, Answer, Policy, PromptSet, Question, answer, autocast, sampling_settings
+from dph import distributed
+from dph.answering import PRESAMPLE, Answer, Policy, acting, answer, autocast, sampling_settings
 from dph.checkpoint import append_rows, read_log, write_tensors, write_text
 from dph.config import Config
 from dph.errors import UserError
 from dph.rollouts import Rollout, pack, score, unpack
 from dph.tasks import Task
+from dph.tasks.prompts import PromptSet, Question
 
 PORTION = 8  # batches of sampling.max_rows answers that are drawn between two notes of progress
 
@@ -88,8 +90,8 @@ class _Work:
         size = max(1, PORTION * self.config.sampling.max_rows // len(samples))
         portions = [questions[i : i + size] for i in range(0, len(questions), size)]
         todo = [p for p in portions if any((stage, q.prompt.index) not in self.done for q in p)]
-        settings = sampling_settings(self.config, self.policy.tokenizer, PRESAMPLE, top_p=self.config.presample.top_p)
-        actor = Actor(self.policy, self.config.run.dtype).policy
+        settings = sampling_settings(self.config, self.policy, PRESAMPLE, top_p=self.config.presample.top_p)
+        actor = acting(self.policy, self.config.run.dtype)
         total, left = (len(samples) * sum(map(len, each)) for each in (portions, todo))
         with tqdm(total=total, initial=total - left, desc=f"pre-sampling, {stage}", unit="answer") as bar:
             for portion in todo:
@@ -137,6 +139,7 @@ def _write(folder: Path, work: _Work, questions: Sequence[Question], pef: set[in
     write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
 
 
+@distributed.leader_first()
 def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
     """Reads RUN/presample.
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dph import distributed
 from dph.model import Decoder, Layout
 
 SINGLE = {"prompt": torch.int64, "sample": torch.int64, "finished": torch.bool, "reward": torch.float64}
@@ -105,7 +106,7 @@ def _padded(flat: Tensor, mask: Tensor) -> Tensor:
 
 
 def microbatches(rollouts: Sequence[Rollout], budget: int) -> list[list[int]]:
-    """Rollouts' indices in groups of at most `budget` tokens with padding (or one row), a prompt's together."""
+    """Rollouts' indices in groups of at most `budget` tokens with padding, a prompt's together: those of this rank."""
     prompts, longest = [tuple(r.prompt_tokens) for r in rollouts], dict[tuple[int, ...], int]()
     for prompt, rollout in zip(prompts, rollouts, strict=True):
         longest[prompt] = max(longest.get(prompt, 0), len(rollout))
@@ -114,7 +115,7 @@ def microbatches(rollouts: Sequence[Rollout], budget: int) -> list[list[int]]:
         if not groups or (len(groups[-1]) + 1) * longest[prompts[i]] > budget:
             groups.append([])
         groups[-1].append(i)
-    return groups
+    return distributed.deal(groups, lambda group: sum(len(rollouts[i]) for i in group))[distributed.rank()]
 
 
 def token_logprobs(model: Decoder, batch: Batch, temperature: float, entropy_gradient: bool = False) -> Scores:
@@ -209,6 +210,7 @@ def score(
             values, ids = (torch.split(torch.cat([f[n] for f in found]).cpu(), lengths) for n in (0, 1))
             tops = list(zip(ids, values, strict=True))
         scores |= {i: (x[: len(rollouts[i].tokens)], t) for i, x, t in zip(group, logprobs, tops, strict=True)}
+    scores = dict(distributed.gather(scores.items()))
     return [scores[i] for i in range(len(rollouts))]
 
 

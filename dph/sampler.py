@@ -274,23 +274,20 @@ def _search(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return index[:, 0], (target - before)[:, 0]
 
 
-def _draw_nucleus(probs: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
-    """Draws from the smallest set of likeliest tokens whose mass reaches top_p."""
-    top, ids = probs.topk(min(NUCLEUS, probs.shape[1]), dim=-1)
+def _draw_nucleus(probs: Tensor, uniforms: Tensor, top_p: float, look_at: int = NUCLEUS) -> Tensor:
+    """Draws from the smallest set of likeliest tokens whose mass reaches top_p; looks at all where `look_at` do not."""
+    top, ids = probs.topk(min(look_at, probs.shape[1]), dim=-1)
     tokens = ids.gather(1, inverse_cdf(nucleus(top, top_p), uniforms)[:, None])[:, 0]
     short = (top.sum(-1) < top_p).nonzero()[:, 0]
     if len(short) and top.shape[1] < probs.shape[1]:
-        top, ids = probs[short].sort(dim=-1, descending=True)
-        tokens[short] = ids.gather(1, inverse_cdf(nucleus(top, top_p), uniforms[short])[:, None])[:, 0]
+        tokens[short] = _draw_nucleus(probs[short], uniforms[short], top_p, probs.shape[1])
     return tokens
 
 
 def nucleus(sorted_probs: Tensor, top_p: float) -> Tensor:
     """Descending probabilities (R, K), zero where those before already hold top_p; the first always stays."""
     before = sorted_probs.double().cumsum(-1) - sorted_probs
-    return torch.where(
-        (before < top_p).index_fill(1, torch.zeros(1, dtype=torch.int64, device=before.device), True), sorted_probs, 0.0
-    )
+    return torch.where(before < top_p, sorted_probs, 0.0)
 
 
 def _uniforms(key: tuple[int, ...], count: int) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":

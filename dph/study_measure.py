@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dph.answering import Policy, PromptSet, tokenize
+from dph.answering import Policy
 from dph.checkpoint import newest_checkpoint, read_log, write_text
 from dph.cli import load_policy, open_task, set_up, to_the_end
 from dph.config import Config, load_config
@@ -25,6 +25,7 @@ from dph.errors import read_json
 from dph.evaluation import evaluate, summarise
 from dph.study_plan import BASE
 from dph.tasks.miniature import style_of
+from dph.tasks.prompts import PromptSet, tokenize
 
 SPEC, USAGE = "study.json", "usage.jsonl"
 STYLES = 3  # of each family of the miniature

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dph import losses
-from dph.answering import Policy, PromptSet, autocast
+from dph import distributed, losses
+from dph.answering import Policy, autocast
 from dph.checkpoint import append_rows, load_checkpoint, newest_checkpoint, save_checkpoint
 from dph.collector import REHEARSAL, Collector, State, shuffled
 from dph.config import Config
@@ -31,6 +31,7 @@ from dph.metrics import Meter, RunLog
 from dph.model import Decoder
 from dph.presampling import Partition
 from dph.rollouts import Batch, Rollout, Scores, collate, microbatches, token_logprobs
+from dph.tasks.prompts import PromptSet
 
 SKIPS = 5  # so many updates in a row without a finite gradient end the run
 Rows = list[Rollout]
@@ -61,8 +62,9 @@ class Trainer:
         self.divergence = None if loss.divergence == "none" else make_divergence(loss.divergence, **settings)
         self.penalised = self.divergence is not None and loss.samples == "own"
         betas = (optim.betas[0], optim.betas[1])
-        weights = self.model.parameters()
-        self.optimizer = torch.optim.AdamW(weights, optim.lr, betas, weight_decay=optim.weight_decay, fused=True)
+        self.shares = distributed.deal(self.model.parameters(), torch.numel)  # by the rank that updates them
+        own = self.shares[distributed.rank()]
+        self.optimizer = torch.optim.AdamW(own, optim.lr, betas, weight_decay=optim.weight_decay, fused=True)
         self.state: State = dict.fromkeys(("step", "updates", "drawn", "rehearsed", "skipped", "skipped_in_a_row"), 0)
         self.state |= {"best": -1.0, "best_step": 0}  # pass@1 of the first evaluation set
 
@@ -83,9 +85,10 @@ class Trainer:
                 bar.set_postfix_str(f"reward {metrics['reward']:.3f}")
                 bar.update()
                 due = step == train.steps or (train.save_every and step % train.save_every == 0)
-                if stopped or due or (train.keep_best and step == self.state["best_step"]):
+                stop = any(distributed.gather([bool(stopped)]))
+                if stop or due or (train.keep_best and step == self.state["best_step"]):
                     save_checkpoint(folder, self.model, tokenizer, self.optimizer, self.state, train)
-                if stopped:
+                if stop:
                     raise KeyboardInterrupt
 
     def train_step(self) -> dict[str, Any]:
@@ -106,13 +109,15 @@ class Trainer:
         """One optimizer step; where the GPU's memory is full, once more in micro-batches of half the tokens."""
         whole, advantages = self.config.train.microbatch_tokens, advantages.to(self.device)
         for self.budget in (whole, whole // 2):
-            self.loss = torch.zeros((), device=self.device)
+            self.loss, full = torch.zeros((), device=self.device), False
             try:
                 trained = self._gradient(rollouts, advantages, rehearsal, own, meter)
-                break
             except torch.OutOfMemoryError:  # a part of the gradient may be there; means count that part twice
-                self.optimizer.zero_grad(set_to_none=True)
-                torch.cuda.empty_cache()
+                full = True
+            if not any(distributed.gather([full])):
+                break
+            self.model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
         else:
             raise UserError(f"out of memory in micro-batches of {self.budget} tokens; lower train.microbatch_tokens")
         meter.add("trained_tokens", trained)
@@ -184,18 +189,20 @@ class Trainer:
     def _optimize(self, meter: Meter) -> bool:
         """Clip, warm up, step; a loss or gradient that is not finite leaves weights and moments as they are: False."""
         optim, state = self.config.optim, self.state
+        distributed.sum_gradients(self.model.parameters())
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.grad_clip or float("inf")))
-        finite = norm < float("inf") and bool(self.loss.isfinite())  # False for NaN, too
+        finite = norm < float("inf") and all(distributed.gather([bool(self.loss.isfinite())]))  # False for NaN, too
         meter.add("skipped_updates", float(not finite))
         if finite:
             rate = optim.lr * min(1.0, (state["updates"] + 1) / max(1, optim.warmup_steps))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
+            distributed.publish(self.shares)
             meter.add("grad_norm", norm, 1)
             meter.add("lr", rate, 1)
             state["updates"] += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         state["skipped"] += not finite
         state["skipped_in_a_row"] = 0 if finite else state["skipped_in_a_row"] + 1
         return finite
@@ -214,7 +221,8 @@ class Trainer:
             part = PromptSet(data.task, data.questions[: small.during_prompts])
             result, answers = evaluate(self.policy, part, self.config, small.during_samples, False, bar=False)
             found[data.task.name] = summarise(result, small.k)
-            rows = [{"step": step, **part.shown(a)} for a in answers[:: -(-len(answers) // 8)]]
+            few = answers[:: -(-len(answers) // 8)]
+            rows = [{"step": step, **part.shown(a.rollout.prompt, a.text, a.reward)} for a in few]
             append_rows(self.config.run_folder / "samples.jsonl", rows)
         if found and (score := found[self.sets[0].task.name]["pass@1"][0]) > self.state["best"]:
             self.state |= {"best": score, "best_step": step}

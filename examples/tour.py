@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from dph import losses
-from dph.answering import PRESAMPLE, TRAIN, Answer, Policy, PromptSet, answer, sampling_settings, tokenize
+from dph.answering import PRESAMPLE, TRAIN, Answer, Policy, answer, sampling_settings
 from dph.cli import load_policy, open_task, set_up
 from dph.config import Config, load_config
 from dph.divergences import make_divergence
 from dph.rollouts import collate, score, token_logprobs
+from dph.tasks.prompts import PromptSet, tokenize
 
 INTRODUCTION = """# A tour: from a prompt to an update in twelve stops
 
@@ -46,7 +47,7 @@ def stop(number: int, title: str, text: str) -> None:
 def ask(policy: Policy, data: PromptSet, config: Config, index: int, purpose: int) -> list[Answer]:
     """Eight judged answers to prompt `index`, in order."""
     questions = [q for q in data.questions if q.prompt.index == index]
-    settings = sampling_settings(config, policy.tokenizer, purpose)
+    settings = sampling_settings(config, policy, purpose)
     found = answer(policy, PromptSet(data.task, questions), [range(8)], settings)
     return sorted(found, key=lambda a: a.rollout.sample)
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dph.answering import tokenize
 from dph.cli import load_policy, open_task, set_up
 from dph.config import load_config
 from dph.model import KVCache
 from dph.rollouts import collate, token_logprobs
 from dph.sampler import Request, Settings, _Slots, sample
 from dph.tasks.miniature_base import Recipe, build_base
+from dph.tasks.prompts import tokenize
 from dph.trainer import Trainer
 from tests.helpers import rollout, tiny_model
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dph.answering import Policy, tokenize
+from dph.answering import Policy
 from dph.config import load_config
 from dph.evaluation import evaluate, evaluate_model, interval, keep_explore, pass_at_k, summarise
 from dph.model import load_model
 from dph.plots import plot_run, table
+from dph.tasks.prompts import tokenize
 from dph.tokenizer import load_tokenizer
 from tests.helpers import WordTask, tiny_folder
 

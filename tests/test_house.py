@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
-    {"errors"},
+    {"errors", "distributed"},
     {"tokenizer", "divergences", "model"},
     {"config"},
     {"tasks", "losses", "rollouts", "checkpoint"},
@@ -20,7 +20,8 @@ LEVELS = [
     {"study"},
 ]
 SOURCES = [*sorted((ROOT / "dph").rglob("*.py")), *(ROOT / f"{name}.py" for name in ("train", "presample", "evaluate"))]
-OUTSIDE_THE_COUNT = ("plots", "study", "study_plan", "study_measure", "study_report", "study_plots")
+MAY_ALSO_IMPORT = {"miniature_base": {"model", "tokenizer"}, "prompts": {"tokenizer"}}  # of dph/tasks
+OUTSIDE_THE_COUNT = ("distributed", "plots", "study", "study_plan", "study_measure", "study_report", "study_plots")
 
 
 def level(module: str) -> int:
@@ -48,7 +49,7 @@ def test_imports_run_downward() -> None:
             for name in imported(path):
                 assert level(name) < level(path.stem), f"{path.name} imports {name}"
     for path in (ROOT / "dph" / "tasks").glob("*.py"):
-        allowed = {"errors", "config", "tasks"} | ({"model", "tokenizer"} if path.stem == "miniature_base" else set())
+        allowed = {"errors", "config", "tasks"} | MAY_ALSO_IMPORT.get(path.stem, set())
         assert imported(path) <= allowed, path.name
 
 
@@ -71,7 +72,8 @@ def test_the_house_can_be_read_in_an_afternoon() -> None:
     for path in SOURCES:
         text = path.read_text(encoding="utf-8")
         lines = text.splitlines()
-        assert len(lines) < 400, f"{path.name} has {len(lines)} lines"
+        most = 150 if path.stem == "distributed" else 400
+        assert len(lines) < most, f"{path.name} has {len(lines)} lines"
         if path.parent == ROOT / "dph" and path.stem not in OUTSIDE_THE_COUNT:
             total += sum(bool(line.strip()) for line in lines)
         for node in ast.walk(ast.parse(text)):

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import dph.presampling
-from dph.answering import Policy, Question, tokenize
+from dph.answering import Policy
 from dph.config import Config, load_config
 from dph.errors import UserError
 from dph.model import load_model
 from dph.presampling import Partition, presample
 from dph.rollouts import collate, token_logprobs
 from dph.tasks.base import Prompt, Reward
+from dph.tasks.prompts import Question, tokenize
 from dph.tokenizer import load_tokenizer
 from tests.helpers import WordTask, tiny_folder
 

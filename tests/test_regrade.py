@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import evaluate
-from dph.answering import Answer, PromptSet, Question
 from dph.cli import run_command
 from dph.config import DataConfig
 from dph.errors import DataError, UserError
 from dph.tasks import Task, load_task
+from dph.tasks.prompts import PromptSet, Question
 from dph.tasks.regrade import check, regrade
-from tests.helpers import rollout, tiny_folder
+from tests.helpers import tiny_folder
 
 GOLD = [
     {"question": "Q", "answer": "1,005"},
@@ -72,8 +72,7 @@ def samples(path: Path, sources: list[str], data: DataConfig, seed: int) -> list
             for text in (solution(task, number), solution(task, number - 1) + "0", "")
         ]
         for (prompt, text), reward in zip(pairs, task.rewards(pairs), strict=True):
-            got = Answer(rollout([1], [1], index=prompt.index, reward=reward.value), text, reward)
-            rows.append(PromptSet(task, [Question(prompt, [1])]).shown(got))
+            rows.append(PromptSet(task, [Question(prompt, [1])]).shown(prompt.index, text, reward))
         task.close()
     write(path, *rows)
     return rows

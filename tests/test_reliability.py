@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import dph.checkpoint
 import dph.evaluation
 import dph.trainer
-from dph.answering import Policy, PromptSet, tokenize
+from dph.answering import Policy
 from dph.checkpoint import append_rows, checkpoints, newest_checkpoint, open_run, read_log, write_text
 from dph.config import load_config
 from dph.errors import DataError, UserError
@@ -26,6 +26,7 @@ from dph.evaluation import evaluate_model
 from dph.metrics import Meter
 from dph.model import load_model
 from dph.rollouts import Rollout
+from dph.tasks.prompts import PromptSet, tokenize
 from dph.tokenizer import load_tokenizer
 from tests.helpers import WordTask, tiny_folder
 from tests.test_trainer import JS, comparable, trainer, weights

@@ -10,7 +10,7 @@ import torch
 from benchmarks.measure import cost
 from benchmarks.sampler import limit
 from benchmarks.scaling import make_model
-from dph.answering import Actor
+from dph.answering import acting
 from dph.cli import load_policy
 from dph.config import load_config
 from dph.model import load_model
@@ -48,7 +48,7 @@ def test_compiled_layers_change_no_result(tmp_path: Path, monkeypatch: pytest.Mo
     policy = load_policy(config.model.path, config, torch.device("cpu"))
     plain, compiled = load_model(base), policy.model
     assert compiled.compiled
-    assert Actor(policy, "bf16").policy.model.compiled  # a bf16 copy that samples
+    assert acting(policy, "bf16").model.compiled  # a bf16 copy that samples
     batch = collate([rollout([1, 5, 6], [7, 8, 2]), rollout([1, 9], [10, 2])], "cpu")
     scores = []
     for model in (plain, compiled):

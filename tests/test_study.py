@@ -23,7 +23,7 @@ import presample
 import train
 from dph import evaluation
 from dph import study as study_module
-from dph.answering import Policy, tokenize
+from dph.answering import Policy
 from dph.checkpoint import read_log
 from dph.cli import config_argument, open_task, run_command
 from dph.config import DataConfig
@@ -48,6 +48,7 @@ from dph.study_report import (
 from dph.tasks.miniature import MiniatureTask, style_of, style_spread
 from dph.tasks.miniature_base import Recipe, encode, model_config, write_tokenizer
 from dph.tasks.miniature_base import train as train_base
+from dph.tasks.prompts import tokenize
 from dph.tokenizer import load_tokenizer
 from tests.helpers import SMALL_RUN
 

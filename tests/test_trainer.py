@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dph.answering import Policy, tokenize
+from dph.answering import Policy
 from dph.checkpoint import open_run
 from dph.collector import shuffled
 from dph.config import Config, load_config
@@ -20,6 +20,7 @@ from dph.model import load_model
 from dph.presampling import Partition
 from dph.rollouts import Rollout
 from dph.sampler import Request, Settings, sample
+from dph.tasks.prompts import tokenize
 from dph.tokenizer import load_tokenizer
 from dph.trainer import Trainer
 from tests.helpers import WordTask, tiny_folder

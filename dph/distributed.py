@@ -1,0 +1,97 @@
+"""Several processes, one run: torchrun --nproc-per-node N train.py CONFIG. Without torchrun this file does nothing.
+
+Each process, a rank, holds the whole policy and goes through the same steps. Prompts are dealt out for sampling and
+micro-batches for gradients, by cost; answers and scores are gathered, so that every rank knows all of a step, and the
+denominators of E4 and E5 are global without being sent. Gradients are summed on every rank; each updates the
+parameters that it owns, keeps AdamW's moments for those alone (ZeRO's first stage, arXiv 1910.02054) and sends them
+to the others. Rank 0, the leader, writes files, words and bars.
+
+Simplified: every rank holds all weights and gradients (docs/scale.md says up to which size that is wise). What is
+gathered are Python objects, pickled from one process of the run to another.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """This process's number; 0 is the leader."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[None]:
+    """Joins what torchrun started, over NCCL on GPUs, else over gloo; only the leader prints what is no error."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield
+        return
+    if cuda := torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6))
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as silence:
+        if rank() > 0:
+            silence.enter_context(contextlib.redirect_stdout(nowhere))
+            silence.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def leader_first() -> Iterator[None]:
+    """The leader goes through the block alone, then the others: they find what it has made."""
+    if rank() > 0:
+        dist.barrier()
+    yield
+    if rank() == 0 and size() > 1:
+        dist.barrier()
+
+
+def deal(items: Iterable[T], cost: Callable[[T], float]) -> list[list[T]]:
+    """Every rank's share: the costliest first, each to the rank with the least to do. Alone, all in their order."""
+    shares, loads = list[list[T]]([] for _ in range(size())), [0.0] * size()
+    for item in sorted(items, key=cost, reverse=True) if size() > 1 else items:
+        least = loads.index(min(loads))
+        shares[least].append(item)
+        loads[least] += cost(item)
+    return shares
+
+
+def gather(own: Iterable[T], leader: bool = False) -> Iterable[T]:
+    """All ranks' items, on every rank, or on the leader alone and none on the others. Alone, the argument."""
+    if size() == 1:
+        return own
+    found: list[Any] = [()] * size()
+    if leader:
+        dist.gather_object(list(own), found if rank() == 0 else None)
+    else:
+        dist.all_gather_object(found, list(own))
+    return [item for part in found for item in part]
+
+
+def sum_gradients(parameters: Iterable[Tensor]) -> None:
+    """Sums each parameter's gradient over the ranks."""
+    for p in parameters if size() > 1 else ():
+        summed = (torch.zeros_like(p) if p.grad is None else p.grad).contiguous()
+        dist.all_reduce(summed)
+        p.grad = torch.empty_like(p).copy_(summed)  # laid out in memory as the parameter is
+
+
+@torch.no_grad()
+def publish(shares: Sequence[Sequence[Tensor]]) -> None:
+    """Sends every parameter from its owner to all: `shares` are what `deal` made."""
+    for owner, p in ((r, p) for r, share in enumerate(shares if size() > 1 else ()) for p in share):
+        dist.broadcast(p, owner)
