@@ -8,6 +8,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+from dph import distributed
 from dph.checkpoint import open_run
 from dph.cli import config_argument, load_policy, open_task, run_command, set_up
 from dph.config import Config
@@ -32,7 +33,8 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     data, *sets = (tokenize(each, policy.tokenizer, config) for each in (task, *exams))
     partition, reference, reports = None, None, []
     if arguments.replay and (arguments.replay / "presample").is_dir():
-        shutil.copytree(arguments.replay / "presample", run / "presample", dirs_exist_ok=True)
+        with distributed.leader_first():
+            shutil.copytree(arguments.replay / "presample", run / "presample", dirs_exist_ok=True)
     uses = config.loss.samples if config.loss.divergence != "none" else "nothing"
     if uses in ("reference", "both"):
         partition = presample(policy, data, config)

@@ -3,7 +3,7 @@
 A random Llama of 4 layers and width 256 samples answers of forced length, then scores them with gradient in
 micro-batches of 4,096 tokens. One size varies, the others stay at 64 rows, 128 tokens, a vocabulary of 32,768. Sampling
 is held against the limit of benchmarks/sampler.py. The growth is the slope of log seconds over log size between a size
-and the one before: 1 is linear.
+and the one before: 1 is linear. Each size is measured in a process of its own, whose memory is then its own.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.measure import cost, machine
 from benchmarks.sampler import limit
+from benchmarks.step import alone
 from dph.model import Decoder, ModelConfig
 from dph.rollouts import collate, microbatches, token_logprobs
 from dph.sampler import Request, Settings, sample
@@ -92,7 +93,7 @@ def main() -> None:
     for name in wanted.sweeps:
         found[name] = {}
         for size in (size for size in SWEEPS[name] if size <= wanted.most):
-            f = found[name][size] = measure(**{**STANDARD, name: size})
+            f = found[name][size] = alone(measure, *{**STANDARD, name: size}.values())
             sizes, column = list(found[name]), found[name].values()
             slopes = [
                 f"{growth(sizes, [c[key] for c in column]):.2f}" if len(sizes) > 1 else "-"

@@ -109,6 +109,7 @@ def load_policy(path: str, config: Config, device: torch.device) -> Policy:
     return Policy(model, tokenizer, folder)
 
 
+@distributed.leader_first()
 def open_task(source: str, config: Config) -> Task:
     """The task of a source, its data read and checked."""
     return load_task(source, config.data, config.run.seed, Path(config.run.folder))

@@ -64,8 +64,9 @@ def presample(policy: Policy, data: PromptSet, config: Config) -> Partition:
             for rollout, (logprobs, top) in zip(rehearsal, score(policy.model, rehearsal, *how), strict=True):
                 rollout.logprobs, rollout.top = logprobs, top
         _write(folder, work, questions, {q.prompt.index for q in pef}, rehearsal)
+    partition = load_partition(folder, prints)
     (folder / "progress.jsonl").unlink(missing_ok=True)
-    return load_partition(folder, prints)
+    return partition
 
 
 class _Work:
