@@ -34,7 +34,8 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     partition, reference, reports = None, None, []
     if arguments.replay and (arguments.replay / "presample").is_dir():
         with distributed.leader_first():
-            shutil.copytree(arguments.replay / "presample", run / "presample", dirs_exist_ok=True)
+            if distributed.rank() == 0:
+                shutil.copytree(arguments.replay / "presample", run / "presample", dirs_exist_ok=True)
     uses = config.loss.samples if config.loss.divergence != "none" else "nothing"
     if uses in ("reference", "both"):
         partition = presample(policy, data, config)

@@ -79,6 +79,7 @@ def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
         actor = replace(policy, model=copy.deepcopy(policy.model).to(torch.bfloat16).requires_grad_(False))
         if policy.model.compiled:  # a copy is not
             actor.model.compile_layers()
+        return actor
     for copied, weight in zip(actor.model.parameters(), policy.model.parameters(), strict=True):
         copied.copy_(weight)
     return actor

@@ -70,27 +70,26 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
+@distributed.leader_only
 def write_text(path: Path, text: str) -> None:
-    """Writes a whole file, or leaves the old one. Of several processes the leader writes, here and below."""
-    if distributed.rank():
-        return
+    """Writes a whole file, or leaves the old one."""
     with _beside(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
+@distributed.leader_only
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a whole safetensors file, or leaves the old one."""
-    if distributed.rank():
-        return
     with _beside(path) as partial:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
 
 
+@distributed.leader_only
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Appends rows to a JSON Lines file and syncs it; a crash may cut the last line, which `read_log` drops."""
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows if distributed.rank() == 0)
+            file.writelines(json.dumps(row) + "\n" for row in rows)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

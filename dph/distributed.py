@@ -11,16 +11,18 @@ gathered are Python objects, pickled from one process of the run to another.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def rank() -> int:
@@ -58,6 +60,17 @@ def leader_first() -> Iterator[None]:
     yield
     if rank() == 0 and size() > 1:
         dist.barrier()
+
+
+def leader_only(function: Callable[P, None]) -> Callable[P, None]:
+    """The function on the leader; on the others nothing. For what writes files."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> None:
+        if rank() == 0:
+            function(*args, **kwargs)
+
+    return called
 
 
 def deal(items: Iterable[T], cost: Callable[[T], float]) -> list[list[T]]:
