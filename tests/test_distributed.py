@@ -202,7 +202,7 @@ def test_a_process_that_dies_ends_the_run_and_the_next_start_goes_on(tmp_path: P
 
 
 @pytest.mark.distributed
-def test_a_mistake_is_said_once(small: Path) -> None:
+def test_a_mistake_is_said_in_its_line(small: Path) -> None:
     process = torchrun(2, ROOT / "train.py", small, "--data.train=miniature:nowhere")
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
