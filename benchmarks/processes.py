@@ -3,7 +3,8 @@
 Takes steps of benchmarks/step.py (as many prompts and samples, every group with mixed rewards) with one process and
 with several, of one thread each, and with one process of as many threads. The bytes are those of the tensors and
 pickled objects that a step hands to torch.distributed on one rank; the seconds, those that the leader spends there,
-its waiting for slower ranks included.
+its waiting for slower ranks included. "At once" waits for every message where it begins, so that no sum of gradients
+is hidden behind the backward pass.
 """
 
 import argparse
@@ -29,17 +30,34 @@ SAME = ("method", "prompts", "samples", "tokens", "steps", "budget")  # argument
 SENDERS = {"all_reduce": "gradients", "broadcast": "parameters", "all_gather_object": "objects"}
 
 
-def count(sent: defaultdict[str, float]) -> None:
+class Timed:
+    """A message under way, whose waiting is counted, too."""
+
+    def __init__(self, work: Any, note: Callable[[float], None]) -> None:
+        self.work, self.note = work, note
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        self.work.wait()
+        self.note(began)
+
+
+def count(sent: defaultdict[str, float], at_once: bool) -> None:
     """Makes torch.distributed count the bytes and seconds of each kind of message in `sent`."""
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def send(first: Any, *others: Any) -> Any:
+        def note(began: float) -> None:
+            sent[f"{name}, s"] += time.perf_counter() - began
+
+        def send(first: Any, *others: Any, **options: Any) -> Any:
             began = time.perf_counter()
-            result = function(first, *others)
+            result = function(first, *others, **options)
+            if at_once and result is not None:
+                result.wait()
             size = len(pickle.dumps(others[0])) if name == "objects" else first.numel() * first.element_size()
             sent[f"{name}, MB"] += size / 1e6
-            sent[f"{name}, s"] += time.perf_counter() - began
-            return result
+            note(began)
+            return Timed(result, note)
 
         return send
 
@@ -52,7 +70,7 @@ def worker(wanted: argparse.Namespace) -> None:
     wanted.dtype, wanted.mixed, wanted.compile, wanted.microbatch_tokens = "fp32", 1.0, False, wanted.budget
     with distributed.processes():
         sent: defaultdict[str, float] = defaultdict(float)
-        count(sent)
+        count(sent, wanted.at_once)
         steps: list[dict[str, float]] = []
         found = measure(wanted.method, wanted, lambda: steps.append(dict(sent)))
         found |= {key: (steps[-1][key] - steps[0].get(key, 0.0)) / wanted.steps for key in sent}
@@ -60,13 +78,14 @@ def worker(wanted: argparse.Namespace) -> None:
             wanted.worker.write_text(json.dumps(found))
 
 
-def run(processes: int, threads: int, wanted: argparse.Namespace) -> dict[str, float]:
+def run(processes: int, threads: int, at_once: bool, wanted: argparse.Namespace) -> dict[str, float]:
     """The figures of `processes` processes of `threads` threads each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         same = [f"--{name}={getattr(wanted, name)}" for name in SAME]
         start = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "benchmarks.processes"]
-        command = [sys.executable, "-m", *start, wanted.model, *same, f"--threads={threads}", f"--worker={path}"]
+        own = [f"--threads={threads}", f"--worker={path}", *(["--at-once"] if at_once else [])]
+        command = [sys.executable, "-m", *start, wanted.model, *same, *own]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
         return json.loads(path.read_text())  # type: ignore[no-any-return]
 
@@ -84,12 +103,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--at-once", action="store_true", help=argparse.SUPPRESS)
     wanted = parser.parse_args()
     if wanted.worker:
         return worker(wanted)
     most = max(wanted.processes)
-    shapes = dict.fromkeys([*((count, 1) for count in wanted.processes), (1, most)])
-    found = {f"{n} x {t}": run(n, t, wanted) for n, t in shapes}
+    shapes = [*((count, 1, False) for count in wanted.processes), (most, 1, True), (1, most, False)]
+    found = {f"{n} x {t}{', at once' if at_once else ''}": run(n, t, at_once, wanted) for n, t, at_once in shapes}
     columns = ["seconds/sample_and_grade", "seconds/train", "step"]
     columns += [f"{name}, {unit}" for name in SENDERS.values() for unit in ("MB", "s")]
     print(f"| processes x threads | {' | '.join(columns)} | speed-up |\n|{' --- |' * (len(columns) + 2)}")

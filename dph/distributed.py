@@ -2,9 +2,9 @@
 
 Each process, a rank, holds the whole policy and goes through the same steps. Prompts are dealt out for sampling and
 micro-batches for gradients, by cost; answers and scores are gathered, so that every rank knows all of a step, and the
-denominators of E4 and E5 are global without being sent. Gradients are summed on every rank; each updates the
-parameters that it owns, keeps AdamW's moments for those alone (ZeRO's first stage, arXiv 1910.02054) and sends them
-to the others. Rank 0, the leader, writes files, words and bars.
+denominators of E4 and E5 are global without being sent. Gradients are summed on every rank, while the last backward
+pass is under way; each updates the parameters that it owns, keeps AdamW's moments for those alone (ZeRO's first stage,
+arXiv 1910.02054) and sends them to the others. Rank 0, the leader, writes files, words and bars.
 
 Simplified: every rank holds all weights and gradients (docs/scale.md says up to which size that is wise). What is
 gathered are Python objects, pickled from one process of the run to another.
@@ -95,16 +95,40 @@ def gather(own: Iterable[T], leader: bool = False) -> Iterable[T]:
     return [item for part in found for item in part]
 
 
-def sum_gradients(parameters: Iterable[Tensor]) -> None:
-    """Sums each parameter's gradient over the ranks."""
-    for p in parameters if size() > 1 else ():
-        summed = (torch.zeros_like(p) if p.grad is None else p.grad).contiguous()
-        dist.all_reduce(summed)
-        p.grad = torch.empty_like(p).copy_(summed)  # laid out in memory as the parameter is
+@contextlib.contextmanager
+def sum_gradients(parameters: Sequence[Tensor], passes: int) -> Iterator[None]:
+    """Sums each parameter's gradient over the ranks, where the block goes backward `passes` times on this one.
+
+    What the last pass has made is on its way while the pass goes on: in one order on all ranks, from the last parameter
+    to the first. The rest goes at the block's end, so that all ranks send alike, also one whose pass fails or that has
+    none.
+    """
+    if size() == 1:
+        yield
+        return
+    waiting, sent, made = list(parameters), [], dict.fromkeys(parameters, 0)
+
+    def note(parameter: Tensor) -> None:
+        made[parameter] += 1
+        while waiting and made[waiting[-1]] == passes:
+            sent.append(dist.all_reduce(waiting.pop().grad, async_op=True))
+
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    hooks = [p.register_post_accumulate_grad_hook(note) for p in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        sent += [dist.all_reduce(p.grad, async_op=True) for p in reversed(waiting)]
+        for work in sent:
+            work.wait()
 
 
 @torch.no_grad()
 def publish(shares: Sequence[Sequence[Tensor]]) -> None:
     """Sends every parameter from its owner to all: `shares` are what `deal` made."""
-    for owner, p in ((r, p) for r, share in enumerate(shares if size() > 1 else ()) for p in share):
-        dist.broadcast(p, owner)
+    owned = [(owner, p) for owner, share in enumerate(shares if size() > 1 else ()) for p in share]
+    for work in [dist.broadcast(p, owner, async_op=True) for owner, p in owned]:
+        work.wait()

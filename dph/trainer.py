@@ -12,6 +12,7 @@ agree with the scorer's, pi_old is not scored again. Metrics of trained tokens a
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -36,6 +37,7 @@ from dph.tasks.prompts import PromptSet
 SKIPS = 5  # so many updates in a row without a finite gradient end the run
 Rows = list[Rollout]
 RowLoss = Callable[[list[int], Batch, Scores], Tensor]  # (rows' indices, batch, scores) -> per-token values (B, T)
+Parts = list[Callable[[], Tensor]]  # a loss, micro-batch by micro-batch, each computed when it is called
 
 
 class Trainer:
@@ -109,11 +111,9 @@ class Trainer:
         """One optimizer step; where the GPU's memory is full, once more in micro-batches of half the tokens."""
         whole, advantages = self.config.train.microbatch_tokens, advantages.to(self.device)
         for self.budget in (whole, whole // 2):
-            self.loss, full = torch.zeros((), device=self.device), False
-            try:
-                trained = self._gradient(rollouts, advantages, rehearsal, own, meter)
-            except torch.OutOfMemoryError:  # a part of the gradient may be there; means count that part twice
-                full = True
+            self.loss = torch.zeros((), device=self.device)
+            parts, trained = self._objective(rollouts, advantages, rehearsal, own, meter)
+            full = trained > 0 and not self._backward(parts)
             if not any(distributed.gather([full])):
                 break
             self.model.zero_grad(set_to_none=True)
@@ -122,39 +122,53 @@ class Trainer:
             raise UserError(f"out of memory in micro-batches of {self.budget} tokens; lower train.microbatch_tokens")
         meter.add("trained_tokens", trained)
         if trained and not self._optimize(meter):
-            parts = {"exploration": rollouts, "rehearsal": rehearsal, "own": own}
-            ids = {name: [[r.prompt, r.sample] for r in part] for name, part in parts.items()}
+            batches = {"exploration": rollouts, "rehearsal": rehearsal, "own": own}
+            ids = {name: [[r.prompt, r.sample] for r in batch] for name, batch in batches.items()}
             append_rows(self.config.run_folder / "skipped.jsonl", [{"step": self.state["step"] + 1, **ids}])
             if self.state["skipped_in_a_row"] >= SKIPS:
                 raise UserError(f"{SKIPS} updates in a row had no finite gradient; lower optim.lr or loss.eta")
 
-    def _gradient(self, rollouts: Rows, advantages: Tensor, rehearsal: Rows, own: Rows, meter: Meter) -> int:
-        """Gradient of L_exp + eta L_pef (E6); E8 has a second half of L_pef, on own samples. Returns trained tokens."""
+    def _objective(
+        self, rollouts: Rows, advantages: Tensor, rehearsal: Rows, own: Rows, meter: Meter
+    ) -> tuple[Parts, int]:
+        """L_exp + eta L_pef (E6), with E8's second half of L_pef on own samples; and how many tokens it trains."""
         loss, every = self.config.loss, self.penalised or self.config.loss.entropy > 0
         rows = [i for i, advantage in enumerate(advantages.tolist()) if every or advantage != 0]  # one wait for the GPU
-        trained = self._backward(rollouts, rows, lambda i, b, s: self._exploration(advantages[i], b, s, meter))
+        parts = self._parts(rollouts, rows, lambda i, b, s: self._exploration(advantages[i], b, s, meter))
         stored, answered, per_sequence = range(len(rehearsal)), range(len(own)), loss.level == "sequence"
-        trained += self._backward(rehearsal, stored, lambda _, b, s: self._rehearsal(b, s, meter), per_sequence)
-        return trained + self._backward(own, answered, lambda _, b, s: self._own_half(b, s))
+        parts += self._parts(rehearsal, stored, lambda _, b, s: self._rehearsal(b, s, meter), per_sequence)
+        parts += self._parts(own, answered, lambda _, b, s: self._own_half(b, s))
+        return parts, sum(len(r) for r in (*(rollouts[i] for i in rows), *rehearsal, *own))
 
-    def _backward(self, rollouts: Rows, rows: Sequence[int], loss: RowLoss, per_sequence: bool = False) -> int:
-        """Adds the gradient of `rows`, in micro-batches; the denominator counts all rollouts. Returns rows' tokens."""
+    def _parts(self, rollouts: Rows, rows: Sequence[int], loss: RowLoss, per_sequence: bool = False) -> Parts:
+        """The loss of `rows`, those micro-batches of it that are this rank's; the denominator counts all rollouts."""
         aggregation, length = self.config.loss.aggregation, self.config.loss.aggregation_length
         if per_sequence:  # values sum to one number a row: average those
             aggregation, length = "sequence-sum", 1
         lengths = torch.tensor([len(r.tokens) for r in rollouts])
         total = losses.denominator(lengths, aggregation, length or self.config.sampling.max_new_tokens)
         temperature = self.config.sampling.temperature
-        for group in microbatches([rollouts[i] for i in rows], self.budget):
-            index = [rows[i] for i in group]
+
+        def part(index: list[int]) -> Tensor:
             batch = collate([rollouts[i] for i in index], self.device)
             with autocast(self.model, self.config.run.dtype):
                 scores = token_logprobs(self.model, batch, temperature, self.config.loss.entropy > 0)
-            values = loss(index, batch, scores)  # (B, T)
-            part = losses.aggregate(values, batch.mask, aggregation, total)
-            torch.autograd.backward(part)
-            self.loss = self.loss + part.detach()
-        return sum(len(rollouts[i]) for i in rows)
+            return losses.aggregate(loss(index, batch, scores), batch.mask, aggregation, total)
+
+        groups = microbatches([rollouts[i] for i in rows], self.budget)
+        return [partial(part, [rows[i] for i in group]) for group in groups]
+
+    def _backward(self, parts: Parts) -> bool:
+        """The gradient of all parts of all ranks; False where the GPU's memory is full."""
+        with distributed.sum_gradients(list(self.model.parameters()), len(parts)):
+            try:
+                for part in parts:
+                    value = part()
+                    torch.autograd.backward(value)
+                    self.loss = self.loss + value.detach()
+            except torch.OutOfMemoryError:  # a part of the gradient may be there; means count that part twice
+                return False
+        return True
 
     def _exploration(self, advantages: Tensor, batch: Batch, scores: Scores, meter: Meter) -> Tensor:
         """Per-token values of E4, with the penalty of E2 and the entropy bonus where there are any, (B, T)."""
@@ -189,7 +203,6 @@ class Trainer:
     def _optimize(self, meter: Meter) -> bool:
         """Clip, warm up, step; a loss or gradient that is not finite leaves weights and moments as they are: False."""
         optim, state = self.config.optim, self.state
-        distributed.sum_gradients(self.model.parameters())
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.grad_clip or float("inf")))
         finite = norm < float("inf") and all(distributed.gather([bool(self.loss.isfinite())]))  # False for NaN, too
         meter.add("skipped_updates", float(not finite))

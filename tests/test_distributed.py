@@ -1,5 +1,6 @@
 """Several processes make the same run as one: samples, rewards, partition, weights; and end with one that dies."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dph import distributed
@@ -18,6 +21,7 @@ from dph.checkpoint import checkpoints, read_log
 from dph.trainer import Trainer
 from tests.helpers import SMALL_RUN, tiny_folder
 from tests.test_presampling import make
+from tests.test_reliability import fails_at
 from tests.test_trainer import JS, trainer
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +53,8 @@ def test_alone_everything_is_mine_and_nothing_is_sent() -> None:
     items, weight = [3, 1, 2], torch.ones(2, requires_grad=True)
     assert distributed.deal(items, float) == [items]
     assert distributed.gather(items) is items
-    distributed.sum_gradients([weight])
+    with distributed.sum_gradients([weight], 1):
+        assert weight.grad is None
     distributed.publish([[weight]])
     assert weight.grad is None
 
@@ -79,9 +84,11 @@ def in_float64(folder: Path, *more: str) -> Trainer:
     return made
 
 
-def train(folder: Path, more: list[str]) -> None:
-    """What each process does: five steps, then the leader writes the weights."""
+def train(folder: Path, more: list[str], full: bool = False) -> None:
+    """What each process does: five steps, then the leader writes the weights. `full`: the last lacks memory once."""
     with distributed.processes():
+        if full and distributed.rank() == distributed.size() - 1:
+            fails_at({3}, pytest.MonkeyPatch())
         with distributed.leader_first():
             made = in_float64(folder, "--train.steps=5", *more)
         made.run()
@@ -131,6 +138,57 @@ def test_two_and_four_processes_make_the_run_of_one(tmp_path: Path, method: str)
             for name, value in theirs.items():
                 if "second" not in name and name != "sampler_gap":
                     assert ours[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_memory_that_one_of_two_lacks_makes_both_try_again(tmp_path: Path) -> None:
+    weights = []
+    for count, mode in ((1, "train"), (2, "full")):
+        folder = tmp_path / mode
+        finished(torchrun(count, "-m", "tests.test_distributed", mode, folder, *METHODS["dph_js"]))
+        weights.append(load_file(folder / "weights.safetensors"))
+    for name, expected in weights[0].items():
+        torch.testing.assert_close(weights[1][name], expected, rtol=0, atol=1e-9)
+
+
+class Fails(torch.autograd.Function):
+    """Memory is full half way through a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+
+def sums() -> None:
+    """What each of two processes does: the first has no backward pass, the other three, of which the last may fail."""
+    torch.manual_seed(0)
+    first, last, x = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2), torch.ones(5, 3)
+    parameters = [*first.parameters(), *last.parameters()]
+    alone = torch.autograd.grad(last(first(x).tanh()).sum(), parameters)
+    with distributed.processes(), mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
+        for fails in (False, True):
+            sent.reset_mock()
+            with distributed.sum_gradients(parameters, 3 * distributed.rank()):
+                for i in range(3 * distributed.rank()):
+                    assert sent.call_count == 0, "sent before the last pass"
+                    middle = first(x).tanh()
+                    with contextlib.suppress(torch.OutOfMemoryError):
+                        last(Fails.apply(middle) if fails and i == 2 else middle).sum().backward()  # type: ignore[no-untyped-call]
+                early = sent.call_count
+            assert early == distributed.rank() * (2 if fails else 4)
+            assert sent.call_count == 4
+            for p, one, times in zip(parameters, alone, (3 - fails, 3 - fails, 3, 3), strict=True):
+                torch.testing.assert_close(p.grad, times * one)
+
+
+@pytest.mark.distributed
+def test_gradients_are_summed_within_the_last_pass_whatever_becomes_of_it() -> None:
+    finished(torchrun(2, "-m", "tests.test_distributed", "sums"))
 
 
 # ---- the commands ---------------------------------------------------------------
@@ -212,5 +270,7 @@ def test_a_mistake_is_said_in_its_line(small: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "presample":
         distributed.processes()(make)(Path(sys.argv[2]), *sys.argv[3:])
+    elif sys.argv[1] == "sums":
+        sums()
     else:
-        train(Path(sys.argv[2]), sys.argv[3:])
+        train(Path(sys.argv[2]), sys.argv[3:], full=sys.argv[1] == "full")
