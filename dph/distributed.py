@@ -100,8 +100,7 @@ def sum_gradients(parameters: Sequence[Tensor], passes: int) -> Iterator[None]:
     """Sums each parameter's gradient over the ranks, where the block goes backward `passes` times on this one.
 
     What the last pass has made is on its way while the pass goes on: in one order on all ranks, from the last parameter
-    to the first. The rest goes at the block's end, so that all ranks send alike, also one whose pass fails or that has
-    none.
+    to the first. The rest goes at the block's end: a rank without a pass, or whose pass the block gave up, sends alike.
     """
     if size() == 1:
         yield
@@ -116,14 +115,11 @@ def sum_gradients(parameters: Sequence[Tensor], passes: int) -> Iterator[None]:
     for p in parameters:
         p.grad = torch.zeros_like(p)
     hooks = [p.register_post_accumulate_grad_hook(note) for p in parameters]  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        sent += [dist.all_reduce(p.grad, async_op=True) for p in reversed(waiting)]
-        for work in sent:
-            work.wait()
+    yield
+    for hook in hooks:
+        hook.remove()
+    for work in [*sent, *(dist.all_reduce(p.grad, async_op=True) for p in reversed(waiting))]:
+        work.wait()
 
 
 @torch.no_grad()
