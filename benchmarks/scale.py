@@ -1,9 +1,9 @@
 """A model of a step on many GPUs: python -m benchmarks.scale
 
-Counts what a step of configs/gsm8k.toml must compute, read and send, and divides by the speeds of the machine below.
-Counted on this code: kernels a decode step launches, bytes a layer saves for its gradient. Measured on a CPU and taken
-over: the share of its limit that a step reaches (docs/performance.md). Assumed: the mean answer's length, a launch's
-time, the share of the data sheet's rate that large matrix products reach. docs/scale.md reads the table.
+Counts what a step of configs/gsm8k_dph_js.toml must compute, read and send, and divides by the speeds of the machine
+below. Counted on this code: kernels a decode step launches, bytes a layer saves for its gradient. Measured on a CPU and
+taken over: the share of its limit that a step reaches (docs/performance.md). Assumed: the mean answer's length, a
+launch's time, the share of the data sheet's rate that large matrix products reach. docs/scale.md reads the table.
 """
 
 from typing import Any
@@ -78,11 +78,12 @@ def saved(shape: dict[str, Any], tokens: int = 64) -> float:
 
 def step(shape: dict[str, Any], gpus: int) -> dict[str, float]:
     """Seconds and GB of a step on one of `gpus` GPUs."""
-    config = load_config("configs/gsm8k.toml")
+    config = load_config("configs/gsm8k_dph_js.toml")
     train, sampling = config.train, config.sampling
     with torch.device("meta"):
         model = Decoder(ModelConfig.from_dict(shape))
     weights, depth = sum(w.numel() for w in model.parameters()), model.config.num_hidden_layers
+    embedding = model.head.numel()  # the largest parameter, and the last whose gradient is there
     cached = 2 * 2 * depth * model.config.num_key_value_heads * model.config.head_dim  # bytes a token
     rows = train.prompts_per_step * train.responses_per_prompt / gpus
     alive = min(rows, sampling.max_rows) * (ANSWER / sampling.max_new_tokens if rows <= sampling.max_rows else 1)
@@ -95,20 +96,21 @@ def step(shape: dict[str, Any], gpus: int) -> dict[str, float]:
     tokens += updates * train.rehearsal_rows / gpus * (ANSWER + PROMPT)
     microbatch = min(MICROBATCH, tokens / updates)
     multiply_add = weights / (FLOPS * PEAK * TRAIN / 2)  # seconds a token
-    sending = 4 * weights / (NVLINK if gpus <= 8 else NETWORK)  # all gradients, or all parameters, along a ring
+    seconds = 4 / (NVLINK if gpus <= 8 else NETWORK)  # to send a number along a ring; a sum goes around twice
+    summing = 2 * (gpus - 1) / gpus * seconds
     hidden = 2 * microbatch * multiply_add  # seconds of the last backward pass, under which gradients are summed
     memory = {
         "weights": (4 + 2) * weights,  # fp32, and the bf16 copy that samples
-        "moments": 8 * weights / gpus,
+        "moments": 8 * max(weights / gpus, embedding),  # the most that one rank owns
         "cache": min(rows, sampling.max_rows) * (PROMPT + 1.5 * sampling.max_new_tokens) * cached,
-        "gradients": (4 + 2) * weights,  # fp32, and autocast's copies of the weights
+        "gradients": (4 + 2) * weights + 4 * embedding,  # fp32, autocast's copies of the weights, the head's part
         "activations": microbatch * depth * saved(shape),
     }
     peak = memory["weights"] + memory["moments"] + max(memory["cache"], memory["gradients"] + memory["activations"])
     return {
         "reading": steps * reading, "issuing": steps * issuing, "sampling": steps * max(reading, issuing),
         "training": 3 * tokens * multiply_add,
-        "sending": updates * (sending + max(0.0, 2 * (gpus - 1) / gpus * sending - hidden)),
+        "sending": updates * (seconds * weights + max(summing * embedding, summing * weights - hidden)),
         **{name: size / 1e9 for name, size in memory.items()}, "most": peak / 1e9,
     }  # fmt: skip
 

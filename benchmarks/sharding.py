@@ -72,6 +72,8 @@ def worker(wanted: argparse.Namespace) -> None:
             mesh = init_device_mesh("cpu", (distributed.size(),))
             for part in (*model.model.layers, model):
                 fully_shard(part, mesh=mesh)
+        shards = [part for part in model.modules() if isinstance(part, FSDPModule)]
+        ranks = 1 if sharded else distributed.size()  # fully_shard takes the mean over ranks by itself
         parameters = list(model.parameters())
         shares = distributed.deal(parameters, torch.numel)
         optimizer = torch.optim.AdamW(parameters if sharded else shares[distributed.rank()], 1e-5, fused=True)
@@ -85,13 +87,13 @@ def worker(wanted: argparse.Namespace) -> None:
                 for i, batch in enumerate(batches):
                     if isinstance(model, FSDPModule):
                         model.set_requires_gradient_sync(i == len(batches) - 1)
-                    (-token_logprobs(model, batch, 1.0).logprobs.mean() / len(batches) / distributed.size()).backward()
+                    (-token_logprobs(model, batch, 1.0).logprobs.mean() / len(batches) / ranks).backward()
             optimizer.step()
             distributed.publish([[]] if sharded else shares)
-            for part in (part for part in model.modules() if isinstance(part, FSDPModule)):
+            for part in shards:
                 part.unshard()  # what would sample
             total = sum(float(p.detach().double().abs().sum()) for p in model.parameters())
-            for part in (part for part in model.modules() if isinstance(part, FSDPModule)):
+            for part in shards:
                 part.reshard()
             dist.barrier()
             seconds = time.perf_counter() - began

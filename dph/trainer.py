@@ -204,7 +204,7 @@ class Trainer:
         """Clip, warm up, step; a loss or gradient that is not finite leaves weights and moments as they are: False."""
         optim, state = self.config.optim, self.state
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.grad_clip or float("inf")))
-        finite = norm < float("inf") and all(distributed.gather([bool(self.loss.isfinite())]))  # False for NaN, too
+        finite = all(distributed.gather([norm < float("inf") and bool(self.loss.isfinite())]))  # False for NaN, too
         meter.add("skipped_updates", float(not finite))
         if finite:
             rate = optim.lr * min(1.0, (state["updates"] + 1) / max(1, optim.warmup_steps))

@@ -35,7 +35,7 @@ METHODS: dict[str, list[str]] = {
 
 def torchrun(count: int, *arguments: object, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count, "--standalone", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen([*map(str, command)], text=True, stdout=pipe, stderr=pipe, env=environment, **options)
 
