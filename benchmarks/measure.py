@@ -1,7 +1,11 @@
-"""What the benchmarks share: a clock that waits for the device, peak memory of a block, a line about the machine."""
+"""What the benchmarks share: a clock that waits for the device, peak memory of a block, torchrun, the machine."""
 
+import json
 import os
 import platform
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +44,16 @@ def _resident(name: str) -> float:
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(name + ":")), float("nan"))
+
+
+def on_ranks(module: str, processes: int, threads: int, *arguments: str) -> dict[str, float]:
+    """Runs a module with torchrun; the figures that its leader writes as JSON to the file after --worker."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        start = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", module]
+        command = [sys.executable, "-m", *start, *arguments, f"--worker={path}"]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+        return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
 def machine() -> dict[str, str | int]:

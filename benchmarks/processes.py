@@ -9,11 +9,7 @@ is hidden behind the backward pass.
 
 import argparse
 import json
-import os
 import pickle
-import subprocess
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.measure import machine
+from benchmarks.measure import machine, on_ranks
 from benchmarks.step import measure
 from dph import distributed
 
@@ -80,14 +76,9 @@ def worker(wanted: argparse.Namespace) -> None:
 
 def run(processes: int, threads: int, at_once: bool, wanted: argparse.Namespace) -> dict[str, float]:
     """The figures of `processes` processes of `threads` threads each."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        same = [f"--{name}={getattr(wanted, name)}" for name in SAME]
-        start = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "benchmarks.processes"]
-        own = [f"--threads={threads}", f"--worker={path}", *(["--at-once"] if at_once else [])]
-        command = [sys.executable, "-m", *start, wanted.model, *same, *own]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-        return json.loads(path.read_text())  # type: ignore[no-any-return]
+    same = [f"--{name}={getattr(wanted, name)}" for name in SAME]
+    own = [f"--threads={threads}", *(["--at-once"] if at_once else [])]
+    return on_ranks("benchmarks.processes", processes, threads, wanted.model, *same, *own)
 
 
 def main() -> None:

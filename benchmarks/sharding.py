@@ -10,12 +10,9 @@ sum moves along a ring; MB held are a process's weights, gradients and moments b
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmarks.measure import on_ranks
 from dph import distributed
 from dph.model import Decoder, load_model
 from dph.rollouts import Rollout, collate, token_logprobs
@@ -106,23 +104,6 @@ def worker(wanted: argparse.Namespace) -> None:
             wanted.worker.write_text(json.dumps(found))
 
 
-def run(how: str, wanted: argparse.Namespace) -> dict[str, float]:
-    """The figures of one way."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={wanted.processes}",
-        ]
-        command += ["-m", "benchmarks.sharding", wanted.model, f"--how={how}", f"--worker={path}"]
-        command += [f"--{name}={getattr(wanted, name)}" for name in ("rows", "microbatches")]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        return json.loads(path.read_text())  # type: ignore[no-any-return]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="a model folder")
@@ -134,7 +115,9 @@ def main() -> None:
     wanted = parser.parse_args()
     if wanted.worker:
         return worker(wanted)
-    found = {how: run(how, wanted) for how in ("copies", "fully_shard")}
+    same = [wanted.model, f"--rows={wanted.rows}", f"--microbatches={wanted.microbatches}"]
+    start = partial(on_ranks, "benchmarks.sharding", wanted.processes, 1, *same)
+    found = {how: start(f"--how={how}") for how in ("copies", "fully_shard")}
     columns = list(found["copies"])
     print(f"| {wanted.processes} processes | {' | '.join(columns)} |\n|{' --- |' * (len(columns) + 1)}")
     for how, figures in found.items():
