@@ -19,7 +19,7 @@ from dph.config import Config
 from dph.errors import UserError
 from dph.evaluation import evaluate_model
 from dph.plots import plot_pass_at_k, table
-from dph.tasks.prompts import tokenize
+from dph.prompts import tokenize
 from dph.tasks.regrade import check, regrade, show
 
 

@@ -10,7 +10,7 @@ from dph.checkpoint import open_run
 from dph.cli import load_policy, open_task, run_command, set_up
 from dph.config import Config
 from dph.presampling import presample
-from dph.tasks.prompts import tokenize
+from dph.prompts import tokenize
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train
 from dph.cli import run_command
 from dph.config import load_config, to_toml
+from dph.miniature_base import build_base
 from dph.tasks.miniature import MiniatureTask
-from dph.tasks.miniature_base import build_base
 from tests.helpers import WordTask, tiny_folder
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"

@@ -25,8 +25,9 @@ from dph.config import load_config
 from dph.divergences import make_divergence
 from dph.model import Decoder
 from dph.presampling import presample
-from dph.rollouts import Rollout, collate, token_logprobs
-from dph.tasks.prompts import tokenize
+from dph.prompts import tokenize
+from dph.rollouts import Rollout, collate
+from dph.scoring import token_logprobs
 
 ROWS, BATCHES, WIDTHS = 64, 40, (1, 2, 4, 8, 16, 32, 127)
 
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of gradient_variance.json and .png")
     out = parser.parse_args().out
     config = load_config(
-        "configs/miniature_dph_f_top32.toml", ["--presample.top_k=127", "--run.name=gradient_variance"]
+        "configs/miniature_dph_f_top32.toml", ["--presample.stored_top_k=127", "--run.name=gradient_variance"]
     )
     policy = load_policy(config.model.path, config, set_up(config))
     open_run(config)

@@ -8,6 +8,7 @@ eight of eight right (near-perfect), style entropy in bits and the top style's s
 
 import argparse
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -16,25 +17,25 @@ import torch
 from dph.answering import Policy, answer
 from dph.config import DataConfig
 from dph.evaluation import pass_at_k
+from dph.miniature_base import build_base
 from dph.model import load_model
-from dph.sampler import Settings
+from dph.prompts import PromptSet
+from dph.sampler import SamplingSettings
 from dph.tasks.miniature import COUNTS, MiniatureTask, style_of, style_spread
-from dph.tasks.miniature_base import build_base
-from dph.tasks.prompts import PromptSet, Question
 from dph.tokenizer import load_tokenizer
 
 KS = (1, 8, 16, 64)
 
 
 def measure(policy: Policy, task: MiniatureTask, samples: int, seed: int) -> list[float]:
-    data = PromptSet(task, [Question(prompt, policy.tokenizer.chat(prompt.messages)) for prompt in task.prompts()])
-    count, end_ids = len(data.questions), policy.tokenizer.end_ids
+    data = PromptSet(task, [replace(p, tokens=policy.tokenizer.chat(p.messages)) for p in task.prompts()])
+    count, end_ids = len(data.prompts), policy.tokenizer.end_ids
     right, styles = defaultdict(list), defaultdict(list)
-    settings = Settings((seed, 0, 0), end_ids, 44, 1.0, 1.0, 192)
+    settings = SamplingSettings((seed, 0, 0), end_ids, 44, 1.0, 1.0, 192)
     for given in answer(policy, data, [range(samples)] * count, settings):
         right[given.rollout.prompt].append((given.rollout.sample, given.reward.value))
         styles[given.rollout.prompt].append(style_of(task.prompts()[given.rollout.prompt], given.text))
-    greedy_settings = Settings((seed, 0, 1), end_ids, 44, 0.0, 1.0, 192)
+    greedy_settings = SamplingSettings((seed, 0, 1), end_ids, 44, 0.0, 1.0, 192)
     greedy = [a.reward.value for a in answer(policy, data, [[0]] * count, greedy_settings)]
     counts = [int(sum(value for _, value in found)) for found in right.values()]
     passes = [fmean(pass_at_k(samples, count, k) for count in counts) if k <= samples else float("nan") for k in KS]

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from benchmarks.measure import cost, machine
 from dph.model import Decoder, load_model
-from dph.sampler import Request, Settings, sample
+from dph.sampler import SamplingSettings, sample
+from dph.tasks.base import Prompt
 from dph.tokenizer import load_tokenizer
 
 ASKED = (
@@ -36,9 +37,9 @@ ASKED = (
 
 def ours(model: Decoder, prompts: list[list[int]], samples: int, tokens: int, end_ids: tuple[int, ...]) -> int:
     """Samples once and returns the tokens written."""
-    settings = Settings((0,), end_ids, tokens, max_rows=len(prompts) * samples)
-    requests = [Request(i, prompt, range(samples)) for i, prompt in enumerate(prompts)]
-    return sum(len(rollout.tokens) for rollout in sample(model, requests, settings))
+    settings = SamplingSettings((0,), end_ids, tokens, max_rows=len(prompts) * samples)
+    asked = [Prompt(index, tokens=prompt) for index, prompt in enumerate(prompts)]
+    return sum(len(rollout.tokens) for rollout in sample(model, asked, [range(samples)] * len(asked), settings))
 
 
 def theirs(model: Any, prompts: list[list[int]], samples: int, tokens: int, end_ids: tuple[int, ...]) -> int:

@@ -21,8 +21,10 @@ from benchmarks.measure import cost, machine
 from benchmarks.sampler import limit
 from benchmarks.step import alone
 from dph.model import Decoder, ModelConfig
-from dph.rollouts import collate, microbatches, token_logprobs
-from dph.sampler import Request, Settings, sample
+from dph.rollouts import collate, group_by_tokens
+from dph.sampler import SamplingSettings, sample
+from dph.scoring import token_logprobs
+from dph.tasks.base import Prompt
 
 SWEEPS = {
     "rows": (8, 16, 32, 64, 128, 256),
@@ -44,16 +46,17 @@ def measure(rows: int, length: int, vocabulary: int) -> dict[str, float]:
     """Seconds and peak MiB of sampling `rows` answers, of scoring them with gradient, and sampling's limit."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model(vocabulary, device)
-    requests = [Request(i, [1 + i % 7] * PROMPT, range(8)) for i in range(rows // 8)]
-    sample(model, requests, Settings((0,), (), 8, max_rows=rows))  # to warm up
+    prompts = [Prompt(i, tokens=[1 + i % 7] * PROMPT) for i in range(rows // 8)]
+    numbers = [range(8)] * len(prompts)
+    sample(model, prompts, numbers, SamplingSettings((0,), (), 8, max_rows=rows))  # to warm up
     with cost() as sampling:
-        rollouts = sample(model, requests, Settings((0,), (), length, max_rows=rows))
+        rollouts = sample(model, prompts, numbers, SamplingSettings((0,), (), length, max_rows=rows))
     with cost() as products:
         limit(model, rows, length)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
     with cost() as training:
-        for group in microbatches(rollouts, 4096):
+        for group in group_by_tokens(rollouts, 4096):
             torch.autograd.backward(token_logprobs(model, collate([rollouts[i] for i in group], device), 1.0)[0].sum())
     found = {"sampling": sampling.seconds, "limit": products.seconds, "training": training.seconds}
     return {**found, "sampling MiB": sampling.peak, "training MiB": training.peak}

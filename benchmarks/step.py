@@ -28,15 +28,15 @@ from torch import nn
 
 from benchmarks.measure import cost, machine
 from benchmarks.sampler import ASKED, matrices
-from dph.answering import EVALUATE, Policy, answer, autocast, sampling_settings
+from dph.answering import EVALUATE, Policy, answer, autocast, sampling_settings, score_rollouts
 from dph.cli import load_policy, open_task, set_up
 from dph.config import Config, load_config
 from dph.model import Decoder
 from dph.presampling import Partition
-from dph.rollouts import Rollout, collate, microbatches, score
+from dph.prompts import PromptSet, tokenize
+from dph.rollouts import Rollout, collate, group_by_tokens
 from dph.tasks import Prompt, Reward, Task
-from dph.tasks.prompts import PromptSet, tokenize
-from dph.trainer import Trainer
+from dph.trainer import Data, Trainer
 
 METHODS = ["grpo", "dph_f", "dph_js", "rkl", "dph_js_definition", "dph_f_top32"]
 
@@ -82,11 +82,11 @@ def settings(method: str, wanted: argparse.Namespace, folder: str) -> Config:
 def rehearsal(policy: Policy, data: PromptSet, config: Config) -> list[Rollout]:
     """As many answers of the model as a step samples, with what presampling would store of them."""
     how = sampling_settings(config, policy, EVALUATE)
-    numbers = [range(config.train.responses_per_prompt)] * len(data.questions)
+    numbers = [range(config.train.responses_per_prompt)] * len(data.prompts)
     rows = [a.rollout for a in answer(policy, data, numbers, how)]
-    budget, top_k = config.train.microbatch_tokens, config.presample.top_k
-    for rollout, (logprobs, top) in zip(rows, score(policy.model, rows, 1.0, budget, top_k), strict=True):
-        rollout.logprobs, rollout.top = logprobs, top
+    budget, top_k = config.train.microbatch_tokens, config.presample.stored_top_k
+    for rollout, scored in zip(rows, score_rollouts(policy.model, rows, 1.0, budget, top_k), strict=True):
+        rollout.logprobs, rollout.top = scored.logprobs, scored.top
     return rows
 
 
@@ -101,11 +101,10 @@ def measure(method: str, wanted: argparse.Namespace, after: Callable[[], None] =
         with cost() as everything:
             policy = load_policy(config.model.path, config, device)
             data = tokenize(task, policy.tokenizer, config)
-            uses = config.loss.samples if config.loss.divergence != "none" else "nothing"
-            reference = load_policy(config.model.path, config, device).model if uses in ("own", "both") else None
-            indices = [q.prompt.index for q in data.questions]
-            stored = rehearsal(policy, data, config) if uses in ("reference", "both") else []
-            trainer = Trainer(config, policy, data, Partition(indices, indices, stored), reference)
+            reference = load_policy(config.model.path, config, device).model if config.loss.needs_reference else None
+            indices = [prompt.index for prompt in data.prompts]
+            stored = rehearsal(policy, data, config) if config.loss.uses_stored_answers else []
+            trainer = Trainer(config, policy, Data(data, Partition(indices, indices, stored), reference))
             for _ in range(wanted.steps + 1):
                 with cost() as step:
                     row = trainer.train_step()
@@ -136,7 +135,7 @@ def limit(model: Decoder, rollouts: list[Rollout], config: Config) -> float:
         for position in range(max(lengths)):
             rows = sum(length > position for length in lengths)
             products(rows, rows, False)
-        for group in microbatches(rollouts, config.train.microbatch_tokens):
+        for group in group_by_tokens(rollouts, config.train.microbatch_tokens):
             batch = collate([rollouts[i] for i in group], model.head.device)
             products(len(batch.tokens), len(batch.targets), True)
     return found.seconds

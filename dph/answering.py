@@ -1,4 +1,9 @@
-"""From prompts to judged answers: sample, decode, grade. Shared by pre-sampling, training and evaluation."""
+"""From prompts to judged answers, and from answers to log-probabilities: the work that several processes divide.
+
+`answer` samples, decodes and grades; `score_rollouts` gives log-probabilities under any model. Pre-sampling, training
+and evaluation share both. Where torchrun has started several processes, each does its share of the prompts or rollouts
+here and all of them get all results (dph/distributed.py); alone, one process does everything.
+"""
 
 import copy
 import hashlib
@@ -8,14 +13,17 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dph import distributed
 from dph.config import Config
 from dph.model import Decoder
-from dph.rollouts import Rollout
-from dph.sampler import Request, Settings, sample_stream
+from dph.prompts import PromptSet
+from dph.rollouts import Rollout, collate, group_by_tokens
+from dph.sampler import SamplingSettings, sample_stream
+from dph.scoring import likeliest_tokens, token_logprobs
 from dph.tasks import Reward
-from dph.tasks.prompts import PromptSet
+from dph.tasks.base import Prompt
 from dph.tokenizer import Tokenizer
 
 GRADED_TOGETHER = 64
@@ -47,27 +55,79 @@ class Answer:
     reward: Reward
 
 
-def sampling_settings(config: Config, policy: Policy, purpose: int, step: int = 0, top_p: float = 1.0) -> Settings:
+def sampling_settings(
+    config: Config, policy: Policy, purpose: int, step: int = 0, top_p: float = 1.0
+) -> SamplingSettings:
     """The sampler's settings of a config for one purpose and step."""
-    wanted, stream = config.sampling, (config.run.seed, purpose, step)
-    return Settings(stream, policy.tokenizer.end_ids, wanted.max_new_tokens, wanted.temperature, top_p, wanted.max_rows)
+    return SamplingSettings(
+        stream=(config.run.seed, purpose, step),
+        end_ids=policy.tokenizer.end_ids,
+        max_new_tokens=config.sampling.max_new_tokens,
+        temperature=config.sampling.temperature,
+        top_p=top_p,
+        max_rows=config.sampling.max_rows,
+    )
 
 
-def answer(policy: Policy, data: PromptSet, samples: Sequence[Sequence[int]], settings: Settings) -> Iterator[Answer]:
-    """Judged answers in the order in which they end; `samples` holds for each question the numbers of its answers."""
-    requests = [Request(q.prompt.index, q.tokens, s) for q, s in zip(data.questions, samples, strict=True)]
-    own = distributed.deal(requests, lambda r: len(r.tokens) + len(r.samples) * settings.max_new_tokens)
-    stream = sample_stream(policy.model, own[distributed.rank()], settings)
-    yield from distributed.gather(_judged(policy, data, stream))
+def answer(
+    policy: Policy, data: PromptSet, samples: Sequence[Sequence[int]], settings: SamplingSettings
+) -> Iterator[Answer]:
+    """Judged answers in the order in which they end; `samples` holds for each prompt the numbers of its answers.
+
+    Whoever wants another sampler (an inference server, say) writes another `answer`: this is all that is asked of it.
+    """
+
+    def cost(pair: tuple[Prompt, Sequence[int]]) -> float:
+        prompt, numbers = pair
+        return len(prompt.tokens) + len(numbers) * settings.max_new_tokens
+
+    mine = distributed.deal_share(list(zip(data.prompts, samples, strict=True)), cost)
+    rollouts = sample_stream(policy.model, [prompt for prompt, _ in mine], [numbers for _, numbers in mine], settings)
+    yield from distributed.gather(_judged(policy, data, rollouts))
 
 
-def _judged(policy: Policy, data: PromptSet, stream: Iterator[Rollout]) -> Iterator[Answer]:
-    prompts = {question.prompt.index: question.prompt for question in data.questions}
-    while written := [(r, policy.tokenizer.decode(r.tokens)) for r in islice(stream, GRADED_TOGETHER)]:
-        rewards = data.task.rewards([(prompts[rollout.prompt], text) for rollout, text in written])
-        for (rollout, text), reward in zip(written, rewards, strict=True):
+def _judged(policy: Policy, data: PromptSet, rollouts: Iterator[Rollout]) -> Iterator[Answer]:
+    prompts = {prompt.index: prompt for prompt in data.prompts}
+    while written := list(islice(rollouts, GRADED_TOGETHER)):
+        texts = [policy.tokenizer.decode(rollout.tokens) for rollout in written]
+        asked = [prompts[rollout.prompt] for rollout in written]
+        rewards = data.task.rewards(list(zip(asked, texts, strict=True)))
+        for rollout, text, reward in zip(written, texts, rewards, strict=True):
             rollout.reward = reward.value
             yield Answer(rollout, text, reward)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A rollout's log-probabilities under some model; `top`: its K likeliest tokens (T, K) and theirs (E10)."""
+
+    logprobs: list[float]
+    top: tuple[Tensor, Tensor] | None = None
+
+
+@torch.no_grad()
+def score_rollouts(
+    model: Decoder, rollouts: Sequence[Rollout], temperature: float, budget: int, top_k: int = 0
+) -> list[Scored]:
+    """Every rollout under `model`, in their order, in micro-batches of at most `budget` tokens."""
+    device = next(model.parameters()).device
+
+    def cost(group: list[int]) -> float:
+        return sum(len(rollouts[index]) for index in group)
+
+    scored: dict[int, Scored] = {}
+    for group in distributed.deal_share(group_by_tokens(rollouts, budget), cost):
+        batch = collate([rollouts[index] for index in group], device)
+        logprobs = token_logprobs(model, batch, temperature).logprobs.tolist()
+        lengths = [len(rollouts[index].tokens) for index in group]
+        tops: list[tuple[Tensor, Tensor] | None] = [None] * len(group)
+        if top_k:
+            ids, values = likeliest_tokens(model, batch, temperature, top_k)
+            tops = list(zip(torch.split(ids.cpu(), lengths), torch.split(values.cpu(), lengths), strict=True))
+        for row, index in enumerate(group):
+            scored[index] = Scored(logprobs[row][: lengths[row]], tops[row])
+    everyones = dict(distributed.gather(scored.items()))
+    return [everyones[index] for index in range(len(rollouts))]
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,21 @@ from dph.tokenizer import Tokenizer
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
 FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|save_every|keep_last|keep_best)$"
 SUMS, PARTS = "SHA256SUMS", {"model.safetensors", "config.json", "trainer.safetensors", "state.json"}
+
+
+@dataclass
+class State:
+    """What a run's next step depends on beside weights and moments: counters, decisions, the best so far."""
+
+    step: int = 0
+    updates: int = 0  # optimizer steps taken
+    drawn: int = 0  # prompts drawn
+    rehearsed: int = 0  # stored answers drawn
+    skipped: int = 0  # updates without a finite gradient
+    skipped_in_a_row: int = 0
+    best: float = -1.0  # pass@1 of the first evaluation set
+    best_step: int = 0
+    trust_sampler: bool | None = None  # whether its log-probabilities serve as pi_old's; None: not decided
 
 
 @contextmanager
@@ -96,6 +112,20 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         raise _unwritten(path, error) from error
 
 
+@distributed.leader_only
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a whole file, or leaves the old one."""
+    with _beside(path) as partial:
+        partial.write_bytes(data)
+
+
+@distributed.leader_first()
+def copy_folder(source: Path, target: Path) -> None:
+    """Copies a folder's files into another, over those of the same name."""
+    if distributed.rank() == 0:
+        shutil.copytree(source, target, dirs_exist_ok=True)
+
+
 def read_log(path: Path, column: str = "") -> list[dict[str, Any]]:
     """The rows that `append_rows` wrote, none where there is no file. DataError: no row, or one without `column`."""
     rows: list[dict[str, Any]] = []
@@ -139,10 +169,10 @@ def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(
-    run: Path, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, state: Mapping[str, Any], train: TrainConfig
+    run: Path, model: Decoder, tokenizer: Tokenizer, optimizer: Optimizer, state: State, train: TrainConfig
 ) -> None:
-    """Writes checkpoints/step-N, N = state["step"], and deletes others than the newest train.keep_last and the best."""
-    home, step = run / "checkpoints", state["step"]
+    """Writes checkpoints/step-N, N = state.step, and deletes others than the newest train.keep_last and the best."""
+    home, step = run / "checkpoints", state.step
     home.mkdir(exist_ok=True)
     names = {id(p): name for name, p in model.named_parameters()}
     moments = {f"{names[id(p)]}:{key}": x.cpu() for p, kept in optimizer.state.items() for key, x in kept.items()}
@@ -153,10 +183,10 @@ def save_checkpoint(
         save_model(model, partial)
         tokenizer.save(partial)
         write_tensors(partial / "trainer.safetensors", moments)
-        write_text(partial / "state.json", json.dumps(state, indent=1) + "\n")
+        write_text(partial / "state.json", json.dumps(asdict(state), indent=1) + "\n")
         sums = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
         write_text(partial / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
-    best = f"step-{state['best_step']}" if train.keep_best else ""
+    best = f"step-{state.best_step}" if train.keep_best else ""
     kept = [p for p in checkpoints(run) if _step(p) <= step][-train.keep_last :]  # what is newer was not whole
     for other in {*checkpoints(run), *home.glob("step-*.partial")} - {*kept, home / best}:
         _remove(other)
@@ -194,7 +224,7 @@ def _sha256(path: Path) -> str:
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[str, Any]:
+def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> State:
     """Copies a checkpoint's weights and moments into place and returns its state."""
     saved = load_model(folder, next(model.parameters()).dtype)
     for weight, loaded in zip(model.parameters(), saved.parameters(), strict=True):
@@ -207,4 +237,4 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[
             optimizer.state[weight] = {  # the count of steps as it is, moments laid out in memory as the weight is
                 k: torch.empty_like(weight).copy_(x) if x.ndim else x.to(weight.device) for k, x in kept.items()
             }
-    return read_json(folder / "state.json")
+    return State(**read_json(folder / "state.json"))

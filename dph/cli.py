@@ -6,9 +6,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from tqdm import tqdm
 
 from dph import distributed
 from dph.answering import Policy
@@ -60,6 +62,31 @@ def to_the_end(work: Callable[[], None], debug: bool) -> None:
         fail("out of memory; lower sampling.max_rows or train.microbatch_tokens" if full else str(error))
 
 
+class StopSignals:
+    """Catches the first SIGINT or SIGTERM, for a loop to save at the end of its step; the second stops at once."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __enter__(self) -> "StopSignals":
+        self.old = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = True
+        tqdm.write("stopping after this step; once more stops at once")
+
+    def anywhere(self) -> bool:
+        """Whether any of the run's processes was told to stop: all of them hear the same."""
+        return any(distributed.gather([self.received]))
+
+
 def fail(message: str) -> NoReturn:
     """One line on standard error, exit code 2."""
     print(f"error: {' '.join(message.split())[:600]}", file=sys.stderr)
@@ -80,7 +107,7 @@ def set_up(config: Config) -> torch.device:
 def resolve_model(path: str, config: Config) -> Path:
     """The folder of a model: itself, the miniature's base (trained if need be), or a hub name's download."""
     if path == "miniature":
-        from dph.tasks.miniature_base import build_base
+        from dph.miniature_base import build_base
 
         return build_base(Path(config.run.folder), config.run.seed, config.run.threads)
     folder = Path(path).expanduser()

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dph.divergences import BOUNDED, make_divergence
+from dph.divergences import BOUNDED, Divergence, make_divergence
 from dph.errors import UserError
+
+RENAMED = {"presample.top_k": "presample.stored_top_k"}  # old name -> new one, for the error's line
 
 
 def key(default: Any, meaning: str, *choices: str, low: float = -math.inf, high: float = math.inf) -> Any:
@@ -84,7 +86,7 @@ class PresampleConfig:
     confirm: bool = key(True, "one more sample must be correct too; false keeps the k samples' correct answers")
     rehearsal_responses: int = key(1, "answers drawn for rehearsal of each near-perfect prompt", low=1)
     top_p: float = key(1.0, "nucleus used here alone", low=0.01, high=1.0)
-    top_k: int = key(0, "pi_ref's likeliest tokens stored at each position (E10); 0 stores none", low=0)
+    stored_top_k: int = key(0, "pi_ref's likeliest tokens stored at each position (E10); 0 stores none", low=0)
     drop_unsolved: bool = key(False, "leave prompts without a correct answer out of D_exp")
 
 
@@ -108,6 +110,33 @@ class LossConfig:
     aggregation: str = key("token-mean", "E4", "token-mean", "sequence-mean", "sequence-sum")
     aggregation_length: int = key(0, "L of sequence-sum; 0 takes sampling.max_new_tokens", low=0)
     advantage_std: bool = key(True, "divide by the group's standard deviation; false is Dr. GRPO")
+
+    @property
+    def uses_stored_answers(self) -> bool:
+        """Whether pi_ref's stored answers to D_pef are rehearsed (E5, E8, E10): the run needs a partition."""
+        return self.divergence != "none" and self.samples in ("reference", "both")
+
+    @property
+    def penalises_rollouts(self) -> bool:
+        """Whether the divergence is a penalty on the explored rollouts themselves (E2)."""
+        return self.divergence != "none" and self.samples == "own"
+
+    @property
+    def answers_pef_prompts(self) -> bool:
+        """Whether prompts of D_pef are answered anew, for the second half of E8."""
+        return self.divergence != "none" and self.samples == "both"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether pi_ref has to be in memory while training."""
+        return self.penalises_rollouts or self.answers_pef_prompts
+
+    def make_divergence(self) -> Divergence | None:
+        """The generator with its settings, where there is a divergence. UserError: an unknown name."""
+        if self.divergence == "none":
+            return None
+        form = self.divergence_form
+        return make_divergence(self.divergence, alpha=self.alpha, skew=self.skew, divergence_form=form)
 
 
 @dataclass(frozen=True)
@@ -230,6 +259,8 @@ def checked_section(kind: Any, section: str, values: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
     checked = {}
     for name, value in values.items():
+        if (new := RENAMED.get(f"{section}.{name}")) is not None:
+            raise UserError(f"{section}.{name} is now called {new}")
         if name not in fields:
             raise UserError(f"unknown key {section}.{name}{nearest(name, fields)}")
         checked[name] = _value(f"{section}.{name}", value, hints[name], fields[name].metadata)
@@ -287,10 +318,10 @@ def _check(config: Config) -> None:
          f"loss.divergence_form = 'plain' goes with loss.divergence = 'forward_kl', not {loss.divergence!r}"),
         (loss.samples != "own" or loss.divergence in ("none", "reverse_kl") or loss.penalty_estimator == "exact",
          f"loss.divergence = {loss.divergence!r} on own samples needs loss.penalty_estimator = 'exact'"),
-        (loss.samples != "both" or (loss.divergence == "js" and not presample.top_k and loss.level == "token"),
-         "loss.samples = 'both' is the definition of loss.divergence = 'js': no presample.top_k, loss.level = 'token'"),
-        (loss.level == "token" or (loss.divergence in BOUNDED and not presample.top_k),
-         f"loss.level = 'sequence' needs a bounded generator ({', '.join(BOUNDED)}) and no presample.top_k"),
+        (loss.samples != "both" or (loss.divergence == "js" and not presample.stored_top_k and loss.level == "token"),
+         "loss.samples = 'both' is the definition of loss.divergence = 'js': no presample.stored_top_k, level 'token'"),
+        (loss.level == "token" or (loss.divergence in BOUNDED and not presample.stored_top_k),
+         f"loss.level = 'sequence' needs a bounded generator ({', '.join(BOUNDED)}) and no presample.stored_top_k"),
         (loss.overlong_buffer < config.sampling.max_new_tokens,
          f"loss.overlong_buffer = {loss.overlong_buffer} should be below sampling.max_new_tokens"),
         (train.prompts_per_step * train.responses_per_prompt >= train.updates_per_step,
@@ -305,8 +336,7 @@ def _check(config: Config) -> None:
     for holds, message in rules:
         if not holds:
             raise UserError(message)
-    if loss.divergence != "none":
-        make_divergence(loss.divergence)  # an unknown name is an error at once, not after pre-sampling
+    loss.make_divergence()  # an unknown name is an error at once, not after pre-sampling
 
 
 def to_toml(config: Config) -> str:

@@ -83,16 +83,21 @@ def deal(items: Iterable[T], cost: Callable[[T], float]) -> list[list[T]]:
     return shares
 
 
-def gather(own: Iterable[T], leader: bool = False) -> Iterable[T]:
+def deal_share(items: Iterable[T], cost: Callable[[T], float]) -> list[T]:
+    """This rank's share of what `deal` deals out."""
+    return deal(items, cost)[rank()]
+
+
+def gather(mine: Iterable[T], leader: bool = False) -> Iterable[T]:
     """All ranks' items, on every rank, or on the leader alone and none on the others. Alone, the argument."""
     if size() == 1:
-        return own
+        return mine
     found: list[Any] = [()] * size()
     if leader:
-        dist.gather_object(list(own), found if rank() == 0 else None)
+        dist.gather_object(list(mine), found if rank() == 0 else None)
     else:
-        dist.all_gather_object(found, list(own))
-    return [item for part in found for item in part]
+        dist.all_gather_object(found, list(mine))
+    return [item for items in found for item in items]
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from dph.answering import EVALUATE, Answer, Policy, acting, answer, sampling_set
 from dph.checkpoint import write_text
 from dph.config import Config
 from dph.errors import read_json
-from dph.tasks.prompts import PromptSet
+from dph.prompts import PromptSet
 
 RESAMPLES = 1000
 
@@ -66,7 +66,7 @@ def evaluate(
     Returns: {"source", "n", "problems": [{"prompt", "correct", "greedy", ...}]}, and the sampled answers.
     """
     actor = acting(policy, config.run.dtype)
-    drawn: dict[int, list[Answer]] = {question.prompt.index: [] for question in data.questions}
+    drawn: dict[int, list[Answer]] = {prompt.index: [] for prompt in data.prompts}
     best: dict[int, float] = {}
     settings = sampling_settings(config, policy, EVALUATE, top_p=config.eval.top_p)
     with tqdm(total=len(drawn) * (samples + greedy), desc=data.task.name, unit="answer", disable=not bar) as progress:

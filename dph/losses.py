@@ -7,7 +7,7 @@ gradient does not depend on how micro-batches are cut. B is rows (answers), T re
 log pi_theta of the sampled tokens, of softmax(logits / tau) over the full vocabulary. Masked positions may hold
 anything, NaN included: they are replaced before any exp.
 
-The total (E6) is L_exp + eta L_pef, two batches with two calls, added by the trainer in one optimizer step.
+The total (E6), L_exp + eta L_pef, is written in dph/objective.py.
 """
 
 import math
@@ -126,11 +126,6 @@ def js_own_half(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     log_u = _log_ratio(logprobs, ref_logprobs, mask).detach()
     weight = math.log(2) - F.softplus(-log_u) + torch.sigmoid(-log_u)
     return torch.where(mask, 0.5 * weight * torch.where(mask, logprobs, 0.0), 0.0)
-
-
-def overlong_penalty(length: int, limit: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476): 0 up to limit - buffer tokens, then down to -1 at limit."""
-    return min(0.0, (limit - buffer - length) / buffer) if buffer else 0.0
 
 
 def penalty_loss(

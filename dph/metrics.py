@@ -3,7 +3,7 @@
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from dph import distributed
 from dph.checkpoint import append_rows, read_log, write_text
 from dph.errors import UserError
+from dph.rollouts import Rollout
 
 
 class Meter:
@@ -33,6 +34,15 @@ class Meter:
         count = mask.sum()  # a tensor: an int would wait for the GPU
         for name, value in values.items():
             self.add(name, torch.where(mask, value.detach(), 0).sum(), count)
+
+    def add_rollouts(self, rollouts: Sequence[Rollout], advantages: Tensor, group_size: int) -> None:
+        """What a step's rollouts tell: groups of `group_size`, one after another, with advantages (rollouts,)."""
+        count = len(rollouts)
+        flat_groups = (advantages.view(-1, group_size) == 0).all(dim=1).sum()
+        self.add("reward", sum(rollout.reward for rollout in rollouts), count)
+        self.add("length", sum(len(rollout.tokens) for rollout in rollouts), count)
+        self.add("truncated_fraction", sum(not rollout.finished for rollout in rollouts), count)
+        self.add("zero_variance_fraction", int(flat_groups), count / group_size)
 
     @contextmanager
     def seconds(self, phase: str) -> Iterator[None]:

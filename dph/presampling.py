@@ -23,13 +23,14 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from dph import distributed
-from dph.answering import PRESAMPLE, Answer, Policy, acting, answer, autocast, sampling_settings
-from dph.checkpoint import append_rows, read_log, write_tensors, write_text
+from dph.answering import PRESAMPLE, Answer, Policy, acting, answer, autocast, sampling_settings, score_rollouts
+from dph.checkpoint import append_rows, copy_folder, read_log, write_tensors, write_text
 from dph.config import Config
 from dph.errors import UserError
-from dph.rollouts import Rollout, pack, score, unpack
+from dph.prompts import PromptSet
+from dph.rollouts import Rollout, pack, unpack
 from dph.tasks import Task
-from dph.tasks.prompts import PromptSet, Question
+from dph.tasks.base import Prompt
 
 PORTION = 8  # batches of sampling.max_rows answers that are drawn between two notes of progress
 
@@ -45,28 +46,39 @@ class Partition:
 
 def presample(policy: Policy, data: PromptSet, config: Config) -> Partition:
     """Makes RUN/presample, or reads it where it is already there and fits."""
-    folder, wanted, questions = config.run_folder / "presample", config.presample, data.questions
-    prints = data.fingerprint(policy.weights_hash(), config, asdict(wanted))
+    folder = config.run_folder / "presample"
+    fingerprint = data.fingerprint(policy.weights_hash(), config, asdict(config.presample))
     if not (folder / "report.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        work = _Work(policy, data.task, config, folder / "progress.jsonl", prints)
-        k, more = wanted.responses, wanted.rehearsal_responses
-        work.ask("first", questions, range(k), keep=not wanted.confirm)
-        near_perfect = [q for q in questions if sum(work["first", q]["rewards"]) >= wanted.threshold]
-        stage = "second" if wanted.confirm else "first"
-        if wanted.confirm:
-            work.ask(stage, near_perfect, range(k, k + more), keep=True)
-        pef = [q for q in near_perfect if not wanted.confirm or work[stage, q]["rewards"][0] == 1]
-        answers = [(q, tokens) for q in pef for tokens in work[stage, q]["answers"][:more]]
-        rehearsal = [Rollout(q.prompt.index, 0, q.tokens, t, [0.0] * len(t), True, 1.0) for q, t in answers]
-        how = (config.sampling.temperature, config.train.microbatch_tokens, wanted.top_k)
-        with autocast(policy.model, config.run.dtype):
-            for rollout, (logprobs, top) in zip(rehearsal, score(policy.model, rehearsal, *how), strict=True):
-                rollout.logprobs, rollout.top = logprobs, top
-        _write(folder, work, questions, {q.prompt.index for q in pef}, rehearsal)
-    partition = load_partition(folder, prints)
+        _make_partition(policy, data, config, folder, fingerprint)
+    partition = load_partition(folder, fingerprint)
     (folder / "progress.jsonl").unlink(missing_ok=True)
     return partition
+
+
+def _make_partition(policy: Policy, data: PromptSet, config: Config, folder: Path, fingerprint: dict[str, str]) -> None:
+    """Samples, divides, scores what is to be rehearsed, and writes the folder."""
+    wanted, prompts = config.presample, data.prompts
+    work = _Work(policy, data.task, config, folder / "progress.jsonl", fingerprint)
+    k, count = wanted.responses, wanted.rehearsal_responses
+    work.ask("first", prompts, range(k), keep=not wanted.confirm)
+    near_perfect = [prompt for prompt in prompts if sum(work["first", prompt]["rewards"]) >= wanted.threshold]
+    stage = "first"
+    d_pef = near_perfect
+    if wanted.confirm:
+        stage = "second"
+        work.ask(stage, near_perfect, range(k, k + count), keep=True)
+        d_pef = [prompt for prompt in near_perfect if work[stage, prompt]["rewards"][0] == 1]
+    rehearsal: list[Rollout] = []
+    for prompt in d_pef:
+        for tokens in work[stage, prompt]["answers"][:count]:  # the correct ones
+            rehearsal.append(Rollout(prompt.index, 0, prompt.tokens, tokens, [0.0] * len(tokens), True, 1.0))
+    temperature, budget = config.sampling.temperature, config.train.microbatch_tokens
+    with autocast(policy.model, config.run.dtype):
+        scored = score_rollouts(policy.model, rehearsal, temperature, budget, wanted.stored_top_k)
+    for rollout, by_reference in zip(rehearsal, scored, strict=True):
+        rollout.logprobs, rollout.top = by_reference.logprobs, by_reference.top
+    _write(folder, work, prompts, {prompt.index for prompt in d_pef}, rehearsal)
 
 
 class _Work:
@@ -80,17 +92,18 @@ class _Work:
         write_text(path, "".join(json.dumps(row) + "\n" for row in [fingerprint, *rows[1:]]))
         self.done: dict[tuple[str, int], dict[str, Any]] = {(row["stage"], row["prompt"]): row for row in rows[1:]}
 
-    def __getitem__(self, key: tuple[str, Question]) -> dict[str, Any]:
-        return self.done[key[0], key[1].prompt.index]
+    def __getitem__(self, key: tuple[str, Prompt]) -> dict[str, Any]:
+        stage, prompt = key
+        return self.done[stage, prompt.index]
 
-    def ask(self, stage: str, questions: list[Question], samples: range, keep: bool) -> None:
+    def ask(self, stage: str, prompts: list[Prompt], samples: range, keep: bool) -> None:
         """Draws and judges answers of pi_ref, in portions that are noted whole.
 
         A portion that was cut short is drawn anew: in batches of the same shapes it says the same, to the bit.
         """
         size = max(1, PORTION * self.config.sampling.max_rows // len(samples))
-        portions = [questions[i : i + size] for i in range(0, len(questions), size)]
-        todo = [p for p in portions if any((stage, q.prompt.index) not in self.done for q in p)]
+        portions = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        todo = [p for p in portions if any((stage, prompt.index) not in self.done for prompt in p)]
         settings = sampling_settings(self.config, self.policy, PRESAMPLE, top_p=self.config.presample.top_p)
         actor = acting(self.policy, self.config.run.dtype)
         total, left = (len(samples) * sum(map(len, each)) for each in (portions, todo))
@@ -114,15 +127,17 @@ class _Work:
         self.done |= {(stage, prompt): row for prompt, row in rows.items()}
 
 
-def _write(folder: Path, work: _Work, questions: Sequence[Question], pef: set[int], rehearsal: list[Rollout]) -> None:
+def _write(folder: Path, work: _Work, prompts: Sequence[Prompt], pef: set[int], rehearsal: list[Rollout]) -> None:
     """All three files; report.json last, since it says that the others are complete."""
     wanted = work.config.presample
     rows: list[dict[str, Any]] = []
-    for question in questions:
-        correct, index = int(sum(work["first", question]["rewards"])), question.prompt.index
-        unsolved = wanted.drop_unsolved and correct == 0
-        chosen = "pef" if index in pef else "dropped" if unsolved else "exp"
-        rows.append({"prompt": index, "set": chosen, "correct": correct})
+    outcomes: Counter[str] = Counter()
+    for prompt in prompts:
+        correct = int(sum(work["first", prompt]["rewards"]))
+        dropped = wanted.drop_unsolved and correct == 0
+        chosen = "pef" if prompt.index in pef else "dropped" if dropped else "exp"
+        rows.append({"prompt": prompt.index, "set": chosen, "correct": correct})
+        outcomes += Counter(work["first", prompt]["outcomes"])
     write_text(folder / "partition.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_tensors(folder / "rehearsal.safetensors", pack(rehearsal))
     counts = Counter(row["correct"] for row in rows)
@@ -133,11 +148,17 @@ def _write(folder: Path, work: _Work, questions: Sequence[Question], pef: set[in
         "rehearsal_answers": len(rehearsal),
         "pass@1": sum(c * n for c, n in counts.items()) / (len(rows) * wanted.responses),
         "correct_of_k": {str(c): n for c, n in sorted(counts.items())},
-        "outcomes": sum((Counter(work["first", q]["outcomes"]) for q in questions), Counter()),
+        "outcomes": outcomes,
         "presample": asdict(wanted),
         "fingerprint": work.fingerprint,
     }
     write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
+
+
+def take_over_partition(other: Path, run: Path) -> None:
+    """Copies the partition of another run, where it has one; `presample` then reads it, or refuses it."""
+    if (other / "presample").is_dir():
+        copy_folder(other / "presample", run / "presample")
 
 
 @distributed.leader_first()
@@ -156,7 +177,8 @@ def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
         raise
     except Exception as error:
         raise UserError(f"{folder}: cannot be read ({error}); delete it to pre-sample again") from error
-    pef, exp = ([row["prompt"] for row in rows if row["set"] == name] for name in ("pef", "exp"))
+    pef = [row["prompt"] for row in rows if row["set"] == "pef"]
+    exp = [row["prompt"] for row in rows if row["set"] == "exp"]
     if not pef and not exp:
         raise UserError(f"{folder}: D_pef and D_exp are both empty: all {len(rows)} prompts were dropped")
     return Partition(pef, exp, rehearsal)

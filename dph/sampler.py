@@ -19,6 +19,7 @@ top_p < 1 cuts the tail of what is drawn. Temperature 0 is argmax (scored at tem
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from dph.model import Decoder, KVCache
 from dph.rollouts import Rollout
+from dph.tasks.base import Prompt
 
 BLOCK = 128  # tokens summed together in the first stage of a draw
 NUCLEUS = 1024  # likeliest tokens looked at first for top_p
@@ -35,16 +37,7 @@ PREFILL_TOKENS = 16384  # most prompt tokens, padding included, of one prefill
 
 
 @dataclass(frozen=True)
-class Request:
-    """Ask for answers number `samples` to one prompt."""
-
-    prompt: int  # index of the prompt; with the sample's number it keys the random stream
-    tokens: list[int]
-    samples: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Settings:
+class SamplingSettings:
     """How to sample; `stream` separates the random numbers of one purpose (seed, purpose, step) from all others."""
 
     stream: tuple[int, ...]
@@ -55,36 +48,49 @@ class Settings:
     max_rows: int = 64
 
 
-def sample(model: Decoder, requests: Sequence[Request], settings: Settings) -> list[Rollout]:
-    """All answers, ordered by request and sample."""
-    finished = {(r.prompt, r.sample): r for r in sample_stream(model, requests, settings)}
-    return [finished[request.prompt, number] for request in requests for number in request.samples]
+def sample(
+    model: Decoder, prompts: Sequence[Prompt], samples: Sequence[Sequence[int]], settings: SamplingSettings
+) -> list[Rollout]:
+    """All answers, ordered by prompt and sample; arguments and errors as `sample_stream`'s."""
+    finished = {(r.prompt, r.sample): r for r in sample_stream(model, prompts, samples, settings)}
+    pairs = zip(prompts, samples, strict=True)
+    return [finished[prompt.index, number] for prompt, numbers in pairs for number in numbers]
 
 
-def sample_stream(model: Decoder, requests: Sequence[Request], settings: Settings) -> Iterator[Rollout]:
+def sample_stream(
+    model: Decoder, prompts: Sequence[Prompt], samples: Sequence[Sequence[int]], settings: SamplingSettings
+) -> Iterator[Rollout]:
     """Answers in the order in which they end.
+
+    Args:
+        prompts: each with its index, which keys the random stream together with the sample's number, and its tokens.
+        samples: for each prompt the numbers of the answers wanted.
 
     Raises: ValueError for an empty prompt or the same (prompt, sample) twice.
     """
-    keys = [(request.prompt, number) for request in requests for number in request.samples]
-    if len(set(keys)) != len(keys):
-        raise ValueError("two requests ask for the same sample of the same prompt")
-    if any(not request.tokens for request in requests):
+    waiting: deque[_Job] = deque()
+    for prompt, numbers in zip(prompts, samples, strict=True):
+        waiting.extend(_Job(prompt, number, more=number != numbers[-1]) for number in numbers)
+    if len({(job.prompt.index, job.sample) for job in waiting}) != len(waiting):
+        raise ValueError("the same sample of the same prompt is asked for twice")
+    if any(not prompt.tokens for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
-    waiting = deque((request, number) for request in requests for number in request.samples)
     if not waiting:
         return
-    rows, longest = min(settings.max_rows, len(waiting)), max(len(request.tokens) for request in requests)
-    room = max(64, settings.max_new_tokens // 2) if len(waiting) > rows else 0  # to run on before everything moves left
-    slots = _Slots(model, rows, longest + settings.max_new_tokens + room, settings)
+    rows = min(settings.max_rows, len(waiting))
+    columns = max(len(prompt.tokens) for prompt in prompts) + settings.max_new_tokens
+    if len(waiting) > rows:
+        columns += max(64, settings.max_new_tokens // 2)  # room to run on before everything has to move left
+    slots = _Slots(model, rows, columns, settings)
     check_every = 1 if slots.device.type == "cpu" else CHECK_EVERY
     while True:
         yield from slots.collect()
         free = slots.free()
-        if waiting and len(free) >= max(1, len(slots.rows) // 8):
-            slots.admit(free[: len(waiting)], [waiting.popleft() for _ in range(min(len(free), len(waiting)))])
+        if waiting and len(free) >= max(1, len(slots.jobs) // 8):  # one prefill for several is cheaper
+            count = min(len(free), len(waiting))
+            slots.admit(free[:count], [waiting.popleft() for _ in range(count)])
             continue  # a first token may already end an answer
-        if len(free) == len(slots.rows):
+        if len(free) == len(slots.jobs):
             return
         if free and not waiting:
             slots.pack()
@@ -92,96 +98,116 @@ def sample_stream(model: Decoder, requests: Sequence[Request], settings: Setting
             slots.step()
 
 
-class _Slots:
-    """The rows of the batch: their cache, random numbers and what they have written. R rows, M new tokens at most."""
+class _Job(NamedTuple):
+    """One answer to be written."""
 
-    def __init__(self, model: Decoder, rows: int, columns: int, settings: Settings) -> None:
+    prompt: Prompt
+    sample: int
+    more: bool  # whether further answers to this prompt follow
+
+
+class _Slots:
+    """The batch at work: R slots, each a row of the cache in which one answer is written, M tokens at most.
+
+    Over its life a slot holds many answers, one after another. All slots write their next token at one column of the
+    cache, `cache.column`; slot r's answer, with its prompt before it, occupies the columns cache.starts[r] up to there:
+
+        columns   0 . . . . . . . . . . column
+        slot 0        p p p p a a a a a |        p: prompt, a: answer; the next token goes to |
+        slot 1                p p a a a |        an answer that began three steps ago
+        slot 2    p p a a a a . . . . . |        ended: writes on unread until another answer takes the slot
+
+    What is left of the lowest start of a living slot (`cache.first`) is read by nobody.
+    """
+
+    def __init__(self, model: Decoder, rows: int, columns: int, settings: SamplingSettings) -> None:
         self.model, self.settings = model, settings
         weight = next(model.parameters())
         self.device = weight.device
         limit = settings.max_new_tokens
         self.cache = KVCache.empty(model.config, rows, columns, weight.dtype, self.device)
-        self.rows: list[tuple[Request, int] | None] = [None] * rows
+        self.jobs: list[_Job | None] = [None] * rows  # what each slot is writing
         self.tokens = torch.zeros(rows, limit, dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros(rows, limit, dtype=torch.float32, device=self.device)
         self.uniforms = torch.zeros(rows, limit, dtype=torch.float64, device=self.device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)  # tokens written
         self.ended = torch.ones(rows, dtype=torch.bool, device=self.device)
         self.end_ids = torch.tensor(settings.end_ids, device=self.device)
-        self.prefilled: tuple[Request, KVCache, Tensor] | None = None  # the last prompt, where answers to it still wait
+        self.prefilled: _Prefilled | None = None  # the last prompt, where answers to it still wait
 
     def free(self) -> list[int]:
         """Slots without an answer in work."""
-        return [slot for slot, row in enumerate(self.rows) if row is None]
+        return [slot for slot, job in enumerate(self.jobs) if job is None]
 
     def collect(self) -> Iterator[Rollout]:
         """Takes out the answers that have ended."""
-        done = [slot for slot, ended in enumerate(self.ended.tolist()) if ended and self.rows[slot] is not None]
+        done = [slot for slot, ended in enumerate(self.ended.tolist()) if ended and self.jobs[slot] is not None]
         if not done:
             return
         lengths = self.lengths[done].tolist()
-        tokens, logprobs = (x[done, : max(lengths)].tolist() for x in (self.tokens, self.logprobs))
-        for slot, row_tokens, row_logprobs, length in zip(done, tokens, logprobs, lengths, strict=True):
-            request, number = self.rows[slot] or (None, 0)
-            self.rows[slot] = None
-            assert request is not None
-            row_tokens = row_tokens[:length]
-            finished = row_tokens[-1] in self.settings.end_ids
-            yield Rollout(request.prompt, number, request.tokens, row_tokens, row_logprobs[:length], finished)
+        tokens = self.tokens[done, : max(lengths)].tolist()
+        logprobs = self.logprobs[done, : max(lengths)].tolist()
+        for row, slot in enumerate(done):
+            job, length = self.jobs[slot], lengths[row]
+            assert job is not None
+            self.jobs[slot] = None
+            finished = tokens[row][length - 1] in self.settings.end_ids
+            prompt, answer = job.prompt, tokens[row][:length]
+            yield Rollout(prompt.index, job.sample, prompt.tokens, answer, logprobs[row][:length], finished)
 
     @torch.inference_mode()
-    def admit(self, slots: Sequence[int], rows: Sequence[tuple[Request, int]]) -> None:
+    def admit(self, slots: Sequence[int], jobs: Sequence[_Job]) -> None:
         """Gives free slots to waiting answers: prefill their prompts, copy the cache, draw the first token."""
         cache = self.cache
-        longest = max(len(request.tokens) for request, _ in rows)
+        longest = max(len(job.prompt.tokens) for job in jobs)
         if cache.column < longest:
             self._move(longest)
-        groups: dict[int, tuple[Request, list[int]]] = {}
-        for slot, (request, number) in zip(slots, rows, strict=True):
-            self.rows[slot] = (request, number)
-            groups.setdefault(id(request), (request, []))[1].append(slot)
-        keys = [(*self.settings.stream, request.prompt, number) for request, number in rows]
+        targets: dict[int, list[int]] = {}  # the slots of each prompt, by its index
+        for slot, job in zip(slots, jobs, strict=True):
+            self.jobs[slot] = job
+            targets.setdefault(job.prompt.index, []).append(slot)
+        keys = [(*self.settings.stream, job.prompt.index, job.sample) for job in jobs]
         streams = np.stack([_uniforms(key, self.settings.max_new_tokens) for key in keys])
         self.uniforms[list(slots)] = torch.from_numpy(streams).to(self.device)
         logits = []
-        for request, source, row, row_logits in self._prefill([request for request, _ in groups.values()]):
-            targets, size = groups[id(request)][1], len(request.tokens)
+        prefilled = None
+        for prefilled in self._prefill(list({job.prompt.index: job.prompt for job in jobs}.values())):
+            mine, size = targets[prefilled.prompt.index], len(prefilled.prompt.tokens)
             columns = slice(cache.column - size, cache.column)
-            cache.keys[:, targets, :, columns] = source.keys[:, row : row + 1, :, :size]
-            cache.values[:, targets, :, columns] = source.values[:, row : row + 1, :, :size]
-            cache.starts[targets] = cache.column - size
-            logits.append(row_logits.expand(len(targets), -1))
-        last, number = rows[-1]
-        self.prefilled = None
-        if number != last.samples[-1]:  # more answers to this prompt are waiting
-            kept = slice(row, row + 1)
-            source = KVCache(source.keys[:, kept].clone(), source.values[:, kept].clone(), source.starts[kept])
-            self.prefilled = (last, source, row_logits)
-        index = torch.tensor([slot for _, targets in groups.values() for slot in targets], device=self.device)
-        self.lengths[index], self.ended[index] = 0, False
+            cache.keys[:, mine, :, columns] = prefilled.keys[:, :, :, :size]
+            cache.values[:, mine, :, columns] = prefilled.values[:, :, :, :size]
+            cache.starts[mine] = cache.column - size
+            logits.append(prefilled.logits.expand(len(mine), -1))
+        assert prefilled is not None
+        self.prefilled = prefilled.copy() if jobs[-1].more else None
+        index = torch.tensor([slot for mine in targets.values() for slot in mine], device=self.device)
+        self.lengths[index] = 0
+        self.ended[index] = False
         self._first_column()
         self._write(torch.cat(logits), index)
 
-    def _prefill(self, requests: list[Request]) -> Iterator[tuple[Request, KVCache, int, Tensor]]:
-        """For each request its cache, its row there and the logits (1, V) after its last token."""
-        if self.prefilled is not None and requests[0] is self.prefilled[0]:
-            yield self.prefilled[0], self.prefilled[1], 0, self.prefilled[2]
-            requests = requests[1:]
-        size = max(1, PREFILL_TOKENS // max((len(r.tokens) for r in requests), default=1))
-        for chunk in (requests[i : i + size] for i in range(0, len(requests), size)):
-            lengths = torch.tensor([len(r.tokens) for r in chunk], device=self.device)
+    def _prefill(self, prompts: list[Prompt]) -> Iterator["_Prefilled"]:
+        """Keys, values and logits of each prompt, in order; the one that was kept from the last time is not redone."""
+        if self.prefilled is not None and prompts[0] is self.prefilled.prompt:
+            yield self.prefilled
+            prompts = prompts[1:]
+        size = max(1, PREFILL_TOKENS // max((len(prompt.tokens) for prompt in prompts), default=1))
+        for start in range(0, len(prompts), size):
+            chunk = prompts[start : start + size]
+            lengths = torch.tensor([len(prompt.tokens) for prompt in chunk], device=self.device)
             tokens = torch.zeros(len(chunk), int(lengths.max()), dtype=torch.int64)
-            for row, request in enumerate(chunk):
-                tokens[row, : len(request.tokens)] = torch.tensor(request.tokens)
+            for row, prompt in enumerate(chunk):
+                tokens[row, : len(prompt.tokens)] = torch.tensor(prompt.tokens)
             cache = KVCache.empty(self.model.config, len(chunk), tokens.shape[1], self.cache.keys.dtype, self.device)
             hidden = self.model(tokens.to(self.device), cache)  # (prompts, P, D)
             logits = self.model.logits(hidden[torch.arange(len(chunk), device=self.device), lengths - 1])
-            for row, request in enumerate(chunk):
-                yield request, cache, row, logits[row : row + 1]
+            for row, prompt in enumerate(chunk):
+                here = slice(row, row + 1)
+                yield _Prefilled(prompt, cache.keys[:, here], cache.values[:, here], logits[here])
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One token for every row; ended rows write on, unread, until they are replaced or packed away."""
+        """One token for every slot; ended ones write on, unread, until they are replaced or packed away."""
         if self.cache.column == self.cache.keys.shape[3]:
             self._first_column()
             self._move(self.cache.column - self.cache.first)
@@ -190,8 +216,8 @@ class _Slots:
         self._write(self.model.logits(hidden), None)
 
     def _write(self, logits: Tensor, index: Tensor | None) -> None:
-        """Draws the next token of rows `index` (all rows: None) from their logits and writes it down."""
-        rows = torch.arange(len(self.rows), device=self.device) if index is None else index
+        """Draws the next token of slots `index` (all of them: None) from their logits and writes it down."""
+        rows = torch.arange(len(self.jobs), device=self.device) if index is None else index
         at = self.lengths[rows].clamp(max=self.settings.max_new_tokens - 1)
         tokens, logprobs = draw(logits, self.uniforms[rows, at], self.settings.temperature, self.settings.top_p)
         alive = ~self.ended[rows]
@@ -203,25 +229,28 @@ class _Slots:
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """Drops ended rows: living ones from the end of the batch take their places, all others stay where they are."""
-        cache, living = self.cache, [slot for slot, row in enumerate(self.rows) if row is not None]
-        count, order = len(living), list(range(len(living)))
-        holes = [slot for slot in order if self.rows[slot] is None]
-        movers = living[count - len(holes) :]
+        """Drops free slots: living ones from the end of the batch take their places, all others stay where they are."""
+        cache = self.cache
+        living = [slot for slot, job in enumerate(self.jobs) if job is not None]
+        order = list(range(len(living)))  # the old slot of each new one
+        holes = [slot for slot in order if self.jobs[slot] is None]
+        movers = living[len(living) - len(holes) :]
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
             for store in (cache.keys, cache.values):
                 store[:, hole, :, cache.first : cache.column] = store[:, mover, :, cache.first : cache.column]
-        cache.keys, cache.values = cache.keys[:, :count], cache.values[:, :count]
-        self.rows, index = [self.rows[slot] for slot in order], torch.tensor(order, device=self.device)
+        cache.keys, cache.values = cache.keys[:, : len(order)], cache.values[:, : len(order)]
+        self.jobs = [self.jobs[slot] for slot in order]
+        index = torch.tensor(order, device=self.device)
         cache.starts = cache.starts[index]
-        for name in ("tokens", "logprobs", "uniforms", "lengths", "ended"):
-            setattr(self, name, getattr(self, name)[index])
+        self.tokens, self.logprobs, self.uniforms = self.tokens[index], self.logprobs[index], self.uniforms[index]
+        self.lengths, self.ended = self.lengths[index], self.ended[index]
         self._first_column()
 
     def _move(self, column: int) -> None:
-        """Moves every row so that the next column to write is `column`."""
-        cache, width = self.cache, min(self.cache.column - self.cache.first, column)
+        """Moves every slot so that the next column to write is `column`."""
+        cache = self.cache
+        width = min(cache.column - cache.first, column)
         for store in (cache.keys, cache.values):
             store[:, :, :, column - width : column] = store[:, :, :, cache.column - width : cache.column].clone()
         cache.starts = (cache.starts + column - cache.column).clamp(min=0)
@@ -229,10 +258,24 @@ class _Slots:
         self._first_column()
 
     def _first_column(self) -> None:
-        """The first column that a row in work needs (ended rows must not hold the others back)."""
+        """The first column that a slot in work needs (ended ones must not hold the others back)."""
         starts = self.cache.starts.tolist()
-        self.cache.first = min((s for s, row in zip(starts, self.rows, strict=True) if row), default=self.cache.column)
+        living = [start for start, job in zip(starts, self.jobs, strict=True) if job is not None]
+        self.cache.first = min(living, default=self.cache.column)
         self.cache.starts.clamp_(min=self.cache.first)
+
+
+class _Prefilled(NamedTuple):
+    """A prompt's share of a prefill."""
+
+    prompt: Prompt
+    keys: Tensor  # (layers, 1, kv_heads, columns, head_dim), the prompt's first
+    values: Tensor
+    logits: Tensor  # (1, V) after its last token
+
+    def copy(self) -> "_Prefilled":
+        """The same without the rest of the prefill behind it, which would stay in memory."""
+        return _Prefilled(self.prompt, self.keys.clone(), self.values.clone(), self.logits)
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:

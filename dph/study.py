@@ -44,11 +44,11 @@ from dph.checkpoint import append_rows, write_text
 from dph.cli import fail, load_policy, to_the_end
 from dph.config import Config
 from dph.errors import UserError, read_json
+from dph.miniature_base import base_folder
 from dph.study_measure import SPEC, USAGE, write_result
 from dph.study_plan import BASE, Run, Study, changed, load_study, make_run, pick
 from dph.study_plots import draw
 from dph.study_report import write_tables
-from dph.tasks.miniature_base import base_folder
 
 ROOT = Path(__file__).parent.parent
 PRESAMPLE = "presample"  # the kind of those jobs

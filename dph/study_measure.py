@@ -23,9 +23,9 @@ from dph.cli import load_policy, open_task, set_up, to_the_end
 from dph.config import Config, load_config
 from dph.errors import read_json
 from dph.evaluation import evaluate, summarise
+from dph.prompts import PromptSet, tokenize
 from dph.study_plan import BASE
 from dph.tasks.miniature import style_of
-from dph.tasks.prompts import PromptSet, tokenize
 
 SPEC, USAGE = "study.json", "usage.jsonl"
 STYLES = 3  # of each family of the miniature
@@ -71,7 +71,7 @@ def _commit() -> str:
 def _small_evaluation(policy: Policy, source: str, config: Config) -> dict[str, Any]:
     """The base's point of the curve over training steps: what an evaluation during training would have found."""
     data = tokenize(open_task(source, config), policy.tokenizer, config)
-    part = PromptSet(data.task, data.questions[: config.eval.during_prompts])
+    part = PromptSet(data.task, data.prompts[: config.eval.during_prompts])
     result, _ = evaluate(policy, part, config, config.eval.during_samples, False)
     return _curve([(0, summarise(result, config.eval.k))])
 
@@ -99,7 +99,7 @@ def _answers(policy: Policy, source: str, samples: int, config: Config) -> dict[
     data = tokenize(task, policy.tokenizer, config)
     result, answers = evaluate(policy, data, config, samples, True)
     task.close()
-    prompts = {question.prompt.index: question.prompt for question in data.questions}
+    prompts = {prompt.index: prompt for prompt in data.prompts}
     styles = {index: [0] * STYLES for index in prompts}
     for got in answers:
         prompt = prompts[got.rollout.prompt]

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from dph import losses
-from dph.answering import PRESAMPLE, TRAIN, Answer, Policy, answer, sampling_settings
+from dph.answering import PRESAMPLE, TRAIN, Answer, Policy, answer, sampling_settings, score_rollouts
 from dph.cli import load_policy, open_task, set_up
 from dph.config import Config, load_config
 from dph.divergences import make_divergence
-from dph.rollouts import collate, score, token_logprobs
-from dph.tasks.prompts import PromptSet, tokenize
+from dph.prompts import PromptSet, tokenize
+from dph.rollouts import collate
+from dph.scoring import token_logprobs
 
 INTRODUCTION = """# A tour: from a prompt to an update in twelve stops
 
@@ -46,16 +47,16 @@ def stop(number: int, title: str, text: str) -> None:
 
 def ask(policy: Policy, data: PromptSet, config: Config, index: int, purpose: int) -> list[Answer]:
     """Eight judged answers to prompt `index`, in order."""
-    questions = [q for q in data.questions if q.prompt.index == index]
+    prompts = [prompt for prompt in data.prompts if prompt.index == index]
     settings = sampling_settings(config, policy, purpose)
-    found = answer(policy, PromptSet(data.task, questions), [range(8)], settings)
+    found = answer(policy, PromptSet(data.task, prompts), [range(8)], settings)
     return sorted(found, key=lambda a: a.rollout.sample)
 
 
 def tour(policy: Policy, data: PromptSet, config: Config) -> None:
     """Prints all stops."""
     print(INTRODUCTION)
-    counts = {q.prompt.index: ask(policy, data, config, q.prompt.index, PRESAMPLE) for q in data.questions}
+    counts = {p.index: ask(policy, data, config, p.index, PRESAMPLE) for p in data.prompts}
     correct = {index: int(sum(a.reward.value for a in answers)) for index, answers in counts.items()}
     pef = max(correct, key=lambda i: correct[i])
     exp = min(correct, key=lambda i: abs(correct[i] - 4))
@@ -70,11 +71,11 @@ def exploration(
     policy: Policy, data: PromptSet, config: Config, exp: int, correct: dict[int, int], answers: list[Answer]
 ) -> None:
     """Stops 1 to 7: a prompt of D_exp."""
-    question = next(q for q in data.questions if q.prompt.index == exp)
+    prompt = next(prompt for prompt in data.prompts if prompt.index == exp)
     stop(1, "A prompt", "A task gives messages and a gold answer; the policy never sees the latter.")
-    print(f"messages: {question.prompt.messages[-1]['content']}\nmeta: {question.prompt.meta}\n```")
+    print(f"messages: {prompt.messages[-1]['content']}\nmeta: {prompt.meta}\n```")
     stop(2, "Tokens", "The chat template and the tokenizer make ids, once; answers stay ids from here to the loss.")
-    print(f"{len(question.tokens)} tokens: {question.tokens}\n```")
+    print(f"{len(prompt.tokens)} tokens: {prompt.tokens}\n```")
     stop(3, "Pre-sampling", "The initial policy answers every training prompt k = 8 times (E7); the first 40 prompts:")
     near_perfect = [i for i, c in correct.items() if c == 8]
     print(f"correct of 8: {list(correct.values())}\nnear-perfect at 8 of 8: {near_perfect}\n```")
@@ -88,7 +89,7 @@ def exploration(
     batch = collate([a.rollout for a in answers], "cpu")
     logprobs, entropy, _ = token_logprobs(policy.model, batch, config.sampling.temperature)
     print("```")
-    stop(6, "Scores", "One function scores π_θ, π_old and π_ref (`rollouts.token_logprobs`); before an update ρ = 1.")
+    stop(6, "Scores", "One function scores π_θ, π_old and π_ref (`scoring.token_logprobs`); before an update ρ = 1.")
     show("log pi_theta", logprobs)
     show("rho", torch.exp(logprobs - batch.logprobs) * batch.mask, 5)
     show("entropy", entropy)
@@ -106,8 +107,8 @@ def rehearsal(policy: Policy, config: Config, answers: list[Answer], stored: lis
     """Stops 8 to 12: stored answers of D_pef, and the update."""
     model, tau, eta = policy.model, config.sampling.temperature, config.loss.eta
     kept = [a.rollout for a in stored]
-    for rollout, (scored, _) in zip(kept, score(model, kept, tau, 4096), strict=True):
-        rollout.logprobs = scored
+    for rollout, scored in zip(kept, score_rollouts(model, kept, tau, 4096), strict=True):
+        rollout.logprobs = scored.logprobs
     stop(8, "Stored answers", "What π_ref got right on a prompt of D_pef is kept with its log-probabilities (E5).")
     print("\n".join(dict.fromkeys(a.text for a in stored)) + "\n```")
     batch, divergence = collate(kept, "cpu"), make_divergence("js")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
+from dph.miniature_base import write_tokenizer
 from dph.model import Decoder, ModelConfig, save_model
 from dph.rollouts import Rollout
 from dph.tasks.base import Prompt, Reward, Task
-from dph.tasks.miniature_base import write_tokenizer
 from dph.tasks.miniature_world import vocabulary
 from dph.tokenizer import load_tokenizer
 

@@ -171,7 +171,7 @@ def test_another_run_in_the_folder_is_refused_by_its_keys(call: Call, config: Pa
 def test_recorded_rollouts_are_replayed_without_sampling(call: Call, config: Path, tmp_path: Path) -> None:
     assert call("train", config, "--train.record_rollouts=true")[0] == 0
     recorded = tmp_path / "runs" / "small"
-    assert call("train", config, "--run.name=again", "--replay", recorded)[0] == 0
+    assert call("train", config, "--run.name=again", "--rollouts-from", recorded)[0] == 0
     sums = [
         (tmp_path / "runs" / name / "checkpoints/step-2/model.safetensors").read_bytes() for name in ("small", "again")
     ]

@@ -8,21 +8,24 @@ import torch
 
 from dph.cli import load_policy, open_task, set_up
 from dph.config import load_config
+from dph.miniature_base import Recipe, build_base
 from dph.model import KVCache
-from dph.rollouts import collate, token_logprobs
-from dph.sampler import Request, Settings, _Slots, sample
-from dph.tasks.miniature_base import Recipe, build_base
-from dph.tasks.prompts import tokenize
-from dph.trainer import Trainer
+from dph.prompts import tokenize
+from dph.rollouts import collate
+from dph.sampler import SamplingSettings, _Job, _Slots, sample
+from dph.scoring import token_logprobs
+from dph.tasks.base import Prompt
+from dph.trainer import Data, Trainer
 from tests.helpers import rollout, tiny_model
 
 pytestmark = pytest.mark.cuda
-REQUESTS = [Request(i, [1 + i, 2, 3][: 1 + i % 3], range(4)) for i in range(5)]
+PROMPTS = [Prompt(i, tokens=[1 + i, 2, 3][: 1 + i % 3]) for i in range(5)]
 
 
 def test_tokens_and_scores_are_those_of_the_cpu() -> None:
-    settings = Settings((0,), (5,), 20, max_rows=8)
-    there, here = (sample(tiny_model(dtype=torch.float64).to(d), REQUESTS, settings) for d in ("cuda", "cpu"))
+    settings = SamplingSettings((0,), (5,), 20, max_rows=8)
+    models = (tiny_model(dtype=torch.float64).to(device) for device in ("cuda", "cpu"))
+    there, here = (sample(model, PROMPTS, [range(4)] * 5, settings) for model in models)
     assert [r.tokens for r in there] == [r.tokens for r in here]
     rows = [rollout([1, 2, 3], [4, 5]), rollout([6], [7, 8, 9, 10])]
     scores = [token_logprobs(tiny_model().to(d), collate(rows, d), 1.0).logprobs.cpu() for d in ("cuda", "cpu")]
@@ -30,8 +33,8 @@ def test_tokens_and_scores_are_those_of_the_cpu() -> None:
 
 
 def test_a_decode_step_never_waits_for_the_gpu() -> None:
-    slots = _Slots(tiny_model().to("cuda"), 8, 40, Settings((0,), (5,), 20, max_rows=8))
-    slots.admit(list(range(8)), [(request, n) for request in REQUESTS[:2] for n in range(4)])
+    slots = _Slots(tiny_model().to("cuda"), 8, 40, SamplingSettings((0,), (5,), 20, max_rows=8))
+    slots.admit(list(range(8)), [_Job(prompt, n, more=n < 3) for prompt in PROMPTS[:2] for n in range(4)])
     slots.step()  # constants are made at the first one
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -60,7 +63,7 @@ def test_a_step_trains_in_bf16(tmp_path: Path) -> None:
     config = load_config("configs/miniature_grpo.toml", [f"--{key}={json.dumps(x)}" for key, x in sizes.items()])
     device, task = set_up(config), open_task(config.data.train, config)
     policy = load_policy(config.model.path, config, device)
-    trainer = Trainer(config, policy, tokenize(task, policy.tokenizer, config))
+    trainer = Trainer(config, policy, Data(tokenize(task, policy.tokenizer, config)))
     metrics = trainer.train_step()
     assert metrics["sampled_tokens"] > 0
     assert all(weight.isfinite().all() for weight in policy.model.parameters())

@@ -70,15 +70,14 @@ def test_the_dealing_is_even_by_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_float64(folder: Path, *more: str) -> Trainer:
     """A trainer whose sums may be cut in any way: float64, where the order of summing changes nothing that matters."""
-    double = Trainer.__init__
+    original = Trainer.__init__
 
-    def init(self: Trainer, config: Any, policy: Any, *others: Any) -> None:
+    def init(self: Trainer, config: Any, policy: Any, data: Any) -> None:
         policy.model.double()
-        double(self, config, policy, *others)
+        original(self, config, policy, data)
 
-    Trainer.__init__ = init  # type: ignore[method-assign]
-    made = trainer(folder, "--optim.lr=1e-3", "--train.record_rollouts=true", *more)
-    Trainer.__init__ = double  # type: ignore[method-assign]
+    with mock.patch.object(Trainer, "__init__", init):
+        made = trainer(folder, "--optim.lr=1e-3", "--train.record_rollouts=true", *more)
     if made.collector.reference is not None:
         made.collector.reference.double()
     return made
@@ -95,7 +94,7 @@ def train(folder: Path, more: list[str], full: bool = False) -> None:
         if distributed.rank() == 0:
             weights = {
                 name: w.detach().clone(memory_format=torch.contiguous_format)
-                for name, w in made.model.named_parameters()
+                for name, w in made.policy.model.named_parameters()
             }
             save_file(weights, folder / "weights.safetensors")
 
@@ -105,7 +104,7 @@ def test_two_processes_divide_the_prompts_as_one_does(tmp_path: Path) -> None:
     tiny_folder(tmp_path / "model")
     found = []
     for count in (1, 2):
-        more = [f"--run.name=by{count}", "--presample.rehearsal_responses=2", "--presample.top_k=3"]
+        more = [f"--run.name=by{count}", "--presample.rehearsal_responses=2", "--presample.stored_top_k=3"]
         finished(torchrun(count, "-m", "tests.test_distributed", "presample", tmp_path, *more))
         made = tmp_path / f"by{count}" / "presample"
         stored = load_file(made / "rehearsal.safetensors")

@@ -9,7 +9,7 @@ import torch
 from dph.answering import Policy
 from dph.config import load_config
 from dph.model import load_model
-from dph.tasks.prompts import tokenize
+from dph.prompts import tokenize
 from dph.tokenizer import load_tokenizer
 from examples.own_loop import rehearse
 from examples.tour import OWN, tour

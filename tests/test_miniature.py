@@ -11,11 +11,11 @@ import torch
 
 from dph.config import DataConfig
 from dph.errors import UserError
+from dph.miniature_base import Pair, Recipe, batches, build_base, collate, encode, train, write_tokenizer
 from dph.model import load_model
 from dph.tasks import load_task
 from dph.tasks.base import Prompt
 from dph.tasks.miniature import COUNTS, MiniatureTask, style_of, style_spread, write_databases
-from dph.tasks.miniature_base import Pair, Recipe, batches, build_base, collate, encode, train, write_tokenizer
 from dph.tasks.miniature_world import (
     CITIES,
     DATABASES,
@@ -307,7 +307,7 @@ def test_an_interrupted_training_leaves_no_folder(tmp_path: Path, monkeypatch: p
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dph.tasks.miniature_base.train", interrupted)
+    monkeypatch.setattr("dph.miniature_base.train", interrupted)
     with pytest.raises(KeyboardInterrupt):
         build_base(tmp_path, 0, progress=False, recipe=TINY)
     assert list((tmp_path / "miniature-seed0").iterdir()) == []

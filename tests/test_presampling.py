@@ -12,9 +12,10 @@ from dph.config import Config, load_config
 from dph.errors import UserError
 from dph.model import load_model
 from dph.presampling import Partition, presample
-from dph.rollouts import collate, token_logprobs
+from dph.prompts import tokenize
+from dph.rollouts import collate
+from dph.scoring import token_logprobs
 from dph.tasks.base import Prompt, Reward
-from dph.tasks.prompts import Question, tokenize
 from dph.tokenizer import load_tokenizer
 from tests.helpers import WordTask, tiny_folder
 
@@ -33,7 +34,7 @@ class Counting(WordTask):
         return found
 
 
-def make(folder: Path, *more: str, task: Counting | None = None) -> tuple[Partition, Config, list[Question]]:
+def make(folder: Path, *more: str, task: Counting | None = None) -> tuple[Partition, Config, list[Prompt]]:
     if not (folder / "model").exists():
         tiny_folder(folder / "model")
     config = load_config(
@@ -48,7 +49,7 @@ def make(folder: Path, *more: str, task: Counting | None = None) -> tuple[Partit
     )
     policy = Policy(load_model(folder / "model"), load_tokenizer(folder / "model"), folder / "model")
     data = tokenize(task or Counting(), policy.tokenizer, config)
-    return presample(policy, data, config), config, data.questions
+    return presample(policy, data, config), config, data.prompts
 
 
 def rows(folder: Path) -> list[dict[str, object]]:

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from dph.model import load_model
-from dph.rollouts import collate, token_logprobs
-from dph.sampler import Request, Settings, sample
+from dph.rollouts import collate
+from dph.sampler import SamplingSettings, sample
+from dph.scoring import token_logprobs
+from dph.tasks.base import Prompt
 from dph.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.checkpoint
@@ -24,8 +26,9 @@ def test_greedy_answers_to_sixteen_chats_equal_transformers() -> None:
     folder = os.environ["DPH_CHECKPOINT"]
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     prompts = [tokenizer.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-    requests = [Request(i, tokens, [0]) for i, tokens in enumerate(prompts)]
-    ours = sample(model, requests, Settings((0, 0, 0), tokenizer.end_ids, 64, temperature=0.0, max_rows=8))
+    asked = [Prompt(index, tokens=tokens) for index, tokens in enumerate(prompts)]
+    settings = SamplingSettings((0, 0, 0), tokenizer.end_ids, 64, temperature=0.0, max_rows=8)
+    ours = sample(model, asked, [[0]] * len(asked), settings)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, got in zip(prompts, ours, strict=True):
         with torch.inference_mode():

@@ -10,8 +10,8 @@ import evaluate
 from dph.cli import run_command
 from dph.config import DataConfig
 from dph.errors import DataError, UserError
+from dph.prompts import PromptSet
 from dph.tasks import Task, load_task
-from dph.tasks.prompts import PromptSet, Question
 from dph.tasks.regrade import check, regrade
 from tests.helpers import tiny_folder
 
@@ -72,7 +72,7 @@ def samples(path: Path, sources: list[str], data: DataConfig, seed: int) -> list
             for text in (solution(task, number), solution(task, number - 1) + "0", "")
         ]
         for (prompt, text), reward in zip(pairs, task.rewards(pairs), strict=True):
-            rows.append(PromptSet(task, [Question(prompt, [1])]).shown(prompt.index, text, reward))
+            rows.append(PromptSet(task, [prompt]).sample_row(prompt.index, text, reward))
         task.close()
     write(path, *rows)
     return rows

@@ -17,19 +17,19 @@ from safetensors.torch import load_file
 
 import dph.checkpoint
 import dph.evaluation
-import dph.trainer
+import dph.losses
+import dph.objective
 from dph.answering import Policy
 from dph.checkpoint import append_rows, checkpoints, newest_checkpoint, open_run, read_log, write_text
 from dph.config import load_config
 from dph.errors import DataError, UserError
 from dph.evaluation import evaluate_model
-from dph.metrics import Meter
 from dph.model import load_model
+from dph.prompts import PromptSet, tokenize
 from dph.rollouts import Rollout
-from dph.tasks.prompts import PromptSet, tokenize
 from dph.tokenizer import load_tokenizer
 from tests.helpers import WordTask, tiny_folder
-from tests.test_trainer import JS, comparable, trainer, weights
+from tests.test_trainer import JS, comparable, keep_gradients, rehearse, trainer, weights
 
 ROOT = Path(__file__).parent.parent
 
@@ -101,22 +101,22 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
     made = trainer(tmp_path, "--train.steps=5", "--train.save_every=2", "--train.eval_every=1", "--train.keep_last=1",
                    "--train.keep_best=true")  # fmt: skip
     scores = iter([0.1, 0.9, 0.9, 0.3, 0.2])
-    made.sets = [PromptSet(made.collector.task, made.collector.explore)]
+    made.eval_sets = [PromptSet(made.collector.task, made.collector.explored)]
     monkeypatch.setattr(dph.trainer, "evaluate", lambda *a, **k: ({}, []))
     monkeypatch.setattr(dph.trainer, "summarise", lambda *a: {"pass@1": [next(scores), 0, 0]})
     monkeypatch.setattr(dph.trainer, "append_rows", lambda *a: None)
     made._evaluate = _without_samples(made)  # type: ignore[method-assign]
     made.run()
     assert [p.name for p in checkpoints(tmp_path / "run")] == ["step-2", "step-5"]
-    assert (made.state["best"], made.state["best_step"]) == (0.9, 2), "the first of two equal ones"
+    assert (made.state.best, made.state.best_step) == (0.9, 2), "the first of two equal ones"
     assert json.loads((tmp_path / "run/checkpoints/step-5/state.json").read_text())["best_step"] == 2
 
 
 def _without_samples(made: Any) -> Any:
     def evaluation(step: int) -> dict[str, Any]:
         score = dph.trainer.summarise({}, ())["pass@1"][0]
-        if score > made.state["best"]:
-            made.state |= {"best": score, "best_step": step}
+        if score > made.state.best:
+            made.state.best, made.state.best_step = score, step
         return {}
 
     return evaluation
@@ -229,9 +229,9 @@ def test_a_finished_evaluation_is_not_done_again_unless_something_changed(
 def test_a_skipped_update_leaves_the_ids_of_its_batch(tmp_path: Path) -> None:
     made = trainer(tmp_path, *JS)
     broken = [Rollout(7, 3, [1], [5], [float("nan")], True), Rollout(8, 0, [1], [5], [-1.0], True)]
-    made._update([], torch.zeros(0), broken, [], Meter())
+    rehearse(made, broken)
     assert read_log(tmp_path / "run" / "skipped.jsonl") == [
-        {"step": 1, "exploration": [], "rehearsal": [[7, 3], [8, 0]], "own": []}
+        {"step": 1, "rollouts": [], "stored": [[7, 3], [8, 0]], "pef_rollouts": []}
     ]
 
 
@@ -239,29 +239,29 @@ def test_a_loss_that_is_not_finite_skips_though_its_gradient_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer(tmp_path, *JS)
-    original = dph.trainer.losses.rehearsal_loss
-    monkeypatch.setattr(dph.trainer.losses, "rehearsal_loss", lambda *a: original(*a) + float("inf"))
+    original = dph.losses.rehearsal_loss
+    monkeypatch.setattr(dph.losses, "rehearsal_loss", lambda *a: original(*a) + float("inf"))
     before = weights(made)
-    made._update([], torch.zeros(0), made.rehearsal, [], Meter())
-    assert made.state["skipped"] == 1
+    rehearse(made, made.stored)
+    assert made.state.skipped == 1
     assert torch.equal(before, weights(made))
 
 
 def test_a_streak_stops_the_run_before_a_checkpoint(tmp_path: Path) -> None:
     made = trainer(tmp_path, *JS, "--train.save_every=1")
-    for rollout in made.rehearsal:
+    for rollout in made.stored:
         rollout.logprobs = [float("nan")] * len(rollout.logprobs)
     with pytest.raises(UserError, match="5 updates in a row"):
         made.run()
     assert [p.name for p in checkpoints(tmp_path / "run")] == ["step-1", "step-2"], "written while the streak was short"
     start = load_file(tmp_path / "model" / "model.safetensors")
-    assert all(torch.equal(start[k], w) for k, w in made.model.state_dict().items()), "no update was taken"
+    assert all(torch.equal(start[k], w) for k, w in made.policy.model.state_dict().items()), "no update was taken"
     assert [row["step"] for row in read_log(tmp_path / "run" / "skipped.jsonl")] == [1, 1, 2, 2, 3]
 
 
 def fails_at(calls: set[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Scoring for the loss runs out of memory at these calls; returns the rows of each call."""
-    original, seen = dph.trainer.token_logprobs, []
+    original, seen = dph.objective.token_logprobs, []
 
     def scored(model: Any, batch: Any, *more: Any) -> Any:
         seen.append(len(batch.tokens))
@@ -269,7 +269,7 @@ def fails_at(calls: set[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(model, batch, *more)
 
-    monkeypatch.setattr(dph.trainer, "token_logprobs", scored)
+    monkeypatch.setattr(dph.objective, "token_logprobs", scored)
     return seen
 
 
@@ -279,11 +279,11 @@ def test_out_of_memory_is_tried_once_more_in_halves_with_the_same_gradient(
     gradients = []
     for calls in (set(), {2}):
         made = trainer(tmp_path, *JS, "--train.microbatch_tokens=60")
-        monkeypatch.setattr(made, "_optimize", lambda meter: True)
+        found = keep_gradients(made)
         with monkeypatch.context() as patch:
             seen = fails_at(calls, patch)
-            made._update([], torch.zeros(0), made.rehearsal, [], Meter())
-        gradients.append(torch.cat([p.grad.flatten() for p in made.model.parameters() if p.grad is not None]))
+            rehearse(made, made.stored)
+        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
     assert max(seen[2:]) < max(seen[:2])
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
 
@@ -292,7 +292,7 @@ def test_out_of_memory_twice_names_the_key_to_lower(tmp_path: Path, monkeypatch:
     made = trainer(tmp_path, *JS)
     fails_at({1, 2}, monkeypatch)
     with pytest.raises(UserError, match=r"out of memory in micro-batches of 8192 tokens; lower train\.microbatch"):
-        made._update([], torch.zeros(0), made.rehearsal, [], Meter())
+        rehearse(made, made.stored)
 
 
 # ---- strangers' files (databases: test_sql_grader.py; headers, pickles, shards: test_bad_input.py) ---------------

@@ -3,30 +3,19 @@
 import pytest
 import torch
 
-import dph.rollouts
+import dph.scoring
 from benchmarks.measure import cost
-from dph.rollouts import Rollout, collate, microbatches, token_logprobs
+from dph.rollouts import Rollout, collate, group_by_tokens
+from dph.scoring import token_logprobs
 from tests.helpers import rollout, tiny_model
 
 ROLLOUTS = [rollout([1, 2, 3], [4, 5]), rollout([6], [7, 8, 9, 10]), rollout([1] * 5, [2])]
 
 
-def test_scores_are_the_full_softmax_at_the_sampling_temperature() -> None:
-    model, batch = tiny_model(), collate(ROLLOUTS, "cpu")
-    logprobs, entropy, _ = token_logprobs(model, batch, 0.5)
-    for row, r in enumerate(ROLLOUTS):
-        naive = torch.log_softmax(model.logits(model(torch.tensor([r.prompt_tokens + r.tokens])))[0] / 0.5, -1)
-        for t, token in enumerate(r.tokens):
-            expected = naive[len(r.prompt_tokens) + t - 1]
-            assert logprobs[row, t].item() == pytest.approx(expected[token].item(), abs=1e-5)
-            assert entropy[row, t].item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=1e-5)
-    assert not logprobs[~batch.mask].any()
-
-
 def test_cutting_the_vocabulary_scores_into_chunks_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = []
     for floats in (2**24, 200):  # 200 floats: two positions at a time
-        monkeypatch.setattr(dph.rollouts, "LOGIT_FLOATS", floats)
+        monkeypatch.setattr(dph.scoring, "LOGIT_FLOATS", floats)
         model = tiny_model()
         token_logprobs(model, collate(ROLLOUTS, "cpu"), 1.0)[0].sum().backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -35,12 +24,12 @@ def test_cutting_the_vocabulary_scores_into_chunks_changes_no_gradient(monkeypat
 
 
 def test_the_gradients_by_hand_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dph.rollouts, "LOGIT_FLOATS", 3 * 11)
+    monkeypatch.setattr(dph.scoring, "LOGIT_FLOATS", 3 * 11)
     states, weight = torch.randn(7, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
     ids = torch.randint(11, (7, 3))
     inputs = (states.requires_grad_(), weight.requires_grad_(), ids)
-    assert torch.autograd.gradcheck(lambda *x: dph.rollouts._Head.apply(*x, True), inputs)
-    assert torch.autograd.gradcheck(lambda *x: dph.rollouts._Head.apply(*x, False)[0], inputs)
+    assert torch.autograd.gradcheck(lambda *x: dph.scoring._Head.apply(*x, True), inputs)
+    assert torch.autograd.gradcheck(lambda *x: dph.scoring._Head.apply(*x, False)[0], inputs)
 
 
 def test_scoring_a_large_vocabulary_takes_little_memory() -> None:
@@ -51,7 +40,7 @@ def test_scoring_a_large_vocabulary_takes_little_memory() -> None:
     ids = torch.randint(vocabulary, (4096, 1))
     weight.grad = torch.zeros_like(weight)
     with cost() as found:
-        logprobs, _ = dph.rollouts._Head.apply(states, weight, ids, False)
+        logprobs, _ = dph.scoring._Head.apply(states, weight, ids, False)
         logprobs.sum().backward()
     assert found.peak < 500
     few = states.detach()[:64].requires_grad_()
@@ -97,16 +86,16 @@ def test_the_end_token_may_be_the_padding_token() -> None:
     assert batch.mask.tolist() == [[True, False, False], [True, True, True]]
 
 
-def test_microbatches_hold_every_row_once_and_keep_the_budget() -> None:
+def test_groups_hold_every_row_once_and_keep_the_budget() -> None:
     rows = [rollout([1] * n, [2]) for n in (3, 50, 4, 9, 1, 9, 30)]
-    groups = list(microbatches(rows, budget=40))
+    groups = group_by_tokens(rows, budget=40)
     assert sorted(i for group in groups for i in group) == list(range(7))
     assert all(len(group) == 1 or len(group) * max(len(rows[i]) for i in group) <= 40 for group in groups)
 
 
-def test_microbatches_keep_answers_to_a_prompt_together() -> None:
+def test_groups_keep_answers_to_a_prompt_together() -> None:
     rows = [rollout([prompt], [3] * length) for length in (1, 9, 2, 8) for prompt in (1, 2)]
-    assert list(microbatches(rows, budget=40)) == [[0, 4, 6, 2], [1, 5, 7, 3]]
+    assert group_by_tokens(rows, budget=40) == [[0, 4, 6, 2], [1, 5, 7, 3]]
 
 
 def test_a_count_of_log_probabilities_that_differs_is_an_error() -> None:

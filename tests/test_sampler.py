@@ -8,19 +8,23 @@ import pytest
 import torch
 
 from dph.model import Decoder
-from dph.rollouts import Rollout, collate, token_logprobs
-from dph.sampler import Request, Settings, draw, inverse_cdf, nucleus, sample
+from dph.rollouts import Rollout, collate
+from dph.sampler import SamplingSettings, draw, inverse_cdf, nucleus, sample
+from dph.scoring import token_logprobs
+from dph.tasks.base import Prompt
 from tests.helpers import tiny_model
 
-PROMPTS = [[5, 6, 7], [8] * 9, [1, 2], [3, 1, 4, 1, 5, 9, 2, 6], [11], [12, 13, 14, 15]]
+TOKENS = [[5, 6, 7], [8] * 9, [1, 2], [3, 1, 4, 1, 5, 9, 2, 6], [11], [12, 13, 14, 15]]
+PROMPTS = [Prompt(index, tokens=tokens) for index, tokens in enumerate(TOKENS)]
 
 
-def settings(**changes: object) -> Settings:
-    return Settings(**{"stream": (0, 1), "end_ids": (0, 3, 4), "max_new_tokens": 24, **changes})  # type: ignore[arg-type]
+def settings(**changes: object) -> SamplingSettings:
+    return SamplingSettings(**{"stream": (0, 1), "end_ids": (0, 3, 4), "max_new_tokens": 24, **changes})  # type: ignore[arg-type]
 
 
-def requests(samples: int = 5) -> list[Request]:
-    return [Request(i, tokens, range(samples)) for i, tokens in enumerate(PROMPTS)]
+def answers(model: Decoder, count: int = 5, **changes: object) -> list[Rollout]:
+    """`count` answers to each of PROMPTS."""
+    return sample(model, PROMPTS, [range(count)] * len(PROMPTS), settings(**changes))
 
 
 def words(rollouts: list[Rollout]) -> dict[tuple[int, int], list[int]]:
@@ -34,40 +38,39 @@ def model() -> Decoder:
 
 @pytest.mark.parametrize("max_rows", [1, 2, 7, 30])
 def test_a_row_says_the_same_with_any_batch_limit(model: Decoder, max_rows: int) -> None:
-    together = sample(model, requests(), settings(max_rows=64))
-    assert words(sample(model, requests(), settings(max_rows=max_rows))) == words(together)
+    assert words(answers(model, max_rows=max_rows)) == words(answers(model, max_rows=64))
 
 
 def test_a_row_says_the_same_alone_and_in_any_order(model: Decoder) -> None:
-    together = words(sample(model, requests(), settings()))
+    together = words(answers(model))
     for (prompt, number), tokens in itertools.islice(together.items(), 0, None, 4):
-        alone = sample(model, [Request(prompt, PROMPTS[prompt], [number])], settings())
+        alone = sample(model, [PROMPTS[prompt]], [[number]], settings())
         assert alone[0].tokens == tokens
-    shuffled = random.Random(0).sample(requests(), len(PROMPTS))
-    assert words(sample(model, shuffled, settings(max_rows=8))) == together
+    shuffled = random.Random(0).sample(PROMPTS, len(PROMPTS))
+    assert words(sample(model, shuffled, [range(5)] * len(PROMPTS), settings(max_rows=8))) == together
 
 
 def test_answers_come_back_in_the_order_asked(model: Decoder) -> None:
-    got = sample(model, list(reversed(requests(3))), settings(max_rows=4))
+    got = sample(model, PROMPTS[::-1], [range(3)] * len(PROMPTS), settings(max_rows=4))
     assert [(r.prompt, r.sample) for r in got] == [(p, s) for p in reversed(range(len(PROMPTS))) for s in range(3)]
 
 
 def test_long_runs_outlast_the_columns(model: Decoder) -> None:
     """Many waiting answers on few rows: the columns run out and are moved again and again."""
-    ask = [Request(i, PROMPTS[i % 6], range(8)) for i in range(24)]
-    few = sample(model, ask, settings(max_rows=3))
+    prompts, numbers = [Prompt(index, tokens=TOKENS[index % 6]) for index in range(24)], [range(8)] * 24
+    few = sample(model, prompts, numbers, settings(max_rows=3))
     assert sum(len(r.tokens) for r in few) > 3 * 200, "the test must fill more than one width of the cache"
-    assert words(few) == words(sample(model, ask, settings(max_rows=192)))
+    assert words(few) == words(sample(model, prompts, numbers, settings(max_rows=192)))
 
 
 def test_another_stream_or_sample_says_something_else(model: Decoder) -> None:
-    first = words(sample(model, requests(), settings()))
-    assert words(sample(model, requests(), settings(stream=(0, 2)))) != first
+    first = words(answers(model))
+    assert words(answers(model, stream=(0, 2))) != first
     assert len({tuple(tokens) for (prompt, _), tokens in first.items() if prompt == 3}) > 1
 
 
 def test_every_answer_ends_at_its_first_end_token_or_at_the_limit(model: Decoder) -> None:
-    got = sample(model, requests(20), settings(max_new_tokens=12))
+    got = answers(model, 20, max_new_tokens=12)
     assert {r.finished for r in got} == {True, False}
     for r in got:
         assert all(token not in (0, 3, 4) for token in r.tokens[:-1])
@@ -86,16 +89,15 @@ def greedy_alone(model: Decoder, prompt: list[int], steps: int) -> list[int]:
 
 def test_greedy_batched_and_cached_equals_greedy_alone_and_uncached() -> None:
     model = tiny_model(seed=3)
-    ask = [Request(i, p, [0]) for i, p in enumerate(PROMPTS)]
-    got = sample(model, ask, settings(temperature=0.0, end_ids=(96,), max_new_tokens=16, max_rows=4))
+    got = answers(model, 1, temperature=0.0, end_ids=(96,), max_new_tokens=16, max_rows=4)
     for r in got:
         assert r.tokens == greedy_alone(model, r.prompt_tokens, 16)[: len(r.tokens)]
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.7, 0.8), (0.0, 1.0)])
 def test_the_samplers_log_probabilities_are_the_scorers(temperature: float, top_p: float) -> None:
-    model = tiny_model(seed=1)
-    got = sample(model, requests(), settings(temperature=temperature, top_p=top_p, max_rows=7))
+    model = tiny_model(seed=1, scale=0.2)
+    got = answers(model, temperature=temperature, top_p=top_p, max_rows=7)
     batch = collate(got, "cpu")
     scored, *_ = token_logprobs(model, batch, temperature)
     ratio = torch.exp(scored - batch.logprobs)[batch.mask]
@@ -168,13 +170,13 @@ def test_a_prompt_is_prefilled_once_for_all_its_answers(monkeypatch: pytest.Monk
         return forward(self, tokens, cache)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Decoder, "forward", counted)
-    sample(model, requests(9), settings(max_rows=4))
+    answers(model, 9, max_rows=4)
     assert sum(prefilled) == len(PROMPTS)
 
 
 def test_nothing_asked_nothing_said_and_mistakes_are_named(model: Decoder) -> None:
-    assert sample(model, [], settings()) == []
+    assert sample(model, [], [], settings()) == []
     with pytest.raises(ValueError, match="same sample"):
-        sample(model, [Request(0, [1], [0]), Request(0, [1], [0])], settings())
+        sample(model, [PROMPTS[0], PROMPTS[0]], [[0], [0]], settings())
     with pytest.raises(ValueError, match="at least one token"):
-        sample(model, [Request(0, [], [0])], settings())
+        sample(model, [Prompt(0)], [[0]], settings())

@@ -13,10 +13,12 @@ from benchmarks.scaling import make_model
 from dph.answering import acting
 from dph.cli import load_policy
 from dph.config import load_config
+from dph.miniature_base import Recipe, build_base
 from dph.model import load_model
-from dph.rollouts import collate, token_logprobs
-from dph.sampler import Request, Settings, sample
-from dph.tasks.miniature_base import Recipe, build_base
+from dph.rollouts import collate
+from dph.sampler import SamplingSettings, sample
+from dph.scoring import token_logprobs
+from dph.tasks.base import Prompt
 from tests.helpers import rollout
 
 ROWS, TOKENS = 64, 32
@@ -24,15 +26,15 @@ ROWS, TOKENS = 64, 32
 
 def test_decoding_keeps_near_the_limit_of_its_matrix_products() -> None:
     """Sampling takes a bounded multiple of its matrix products alone (it measures 2 to 3 on a quiet machine)."""
-    model, settings = make_model(4096, "cpu"), Settings((0,), (), TOKENS, max_rows=ROWS)
-    requests = [Request(i, [1, 2, 3], range(8)) for i in range(ROWS // 8)]
+    model, settings = make_model(4096, "cpu"), SamplingSettings((0,), (), TOKENS, max_rows=ROWS)
+    prompts = [Prompt(i, tokens=[1, 2, 3]) for i in range(ROWS // 8)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         ratios = []
         for _ in range(5):
             with cost() as ours:
-                sample(model, requests, settings)
+                sample(model, prompts, [range(8)] * len(prompts), settings)
             with cost() as products:
                 limit(model, ROWS, TOKENS)
             ratios.append(ours.seconds / products.seconds)
@@ -58,8 +60,8 @@ def test_compiled_layers_change_no_result(tmp_path: Path, monkeypatch: pytest.Mo
     torch.testing.assert_close(*scores)
     for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
-    requests = [Request(0, [1, 5, 6], range(4)), Request(1, [1, 9], range(4))]
-    there, here = (sample(m, requests, Settings((0,), (2,), 10)) for m in (plain, compiled))
+    prompts = [Prompt(0, tokens=[1, 5, 6]), Prompt(1, tokens=[1, 9])]
+    there, here = (sample(m, prompts, [range(4)] * 2, SamplingSettings((0,), (2,), 10)) for m in (plain, compiled))
     assert [r.tokens for r in there] == [r.tokens for r in here]
 
 

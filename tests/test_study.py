@@ -29,7 +29,10 @@ from dph.cli import config_argument, open_task, run_command
 from dph.config import DataConfig
 from dph.errors import UserError
 from dph.evaluation import evaluate, pass_at_k
+from dph.miniature_base import Recipe, encode, model_config, write_tokenizer
+from dph.miniature_base import train as train_base
 from dph.model import Decoder, load_model, save_model
+from dph.prompts import tokenize
 from dph.study import _Crew, _Job, _jobs, _time_left, partition_of, run_study
 from dph.study_measure import measure, write_result
 from dph.study_plan import BASE, Study, changed, load_study, make_run, pick
@@ -46,9 +49,6 @@ from dph.study_report import (
     write_tables,
 )
 from dph.tasks.miniature import MiniatureTask, style_of, style_spread
-from dph.tasks.miniature_base import Recipe, encode, model_config, write_tokenizer
-from dph.tasks.miniature_base import train as train_base
-from dph.tasks.prompts import tokenize
 from dph.tokenizer import load_tokenizer
 from tests.helpers import SMALL_RUN
 
@@ -293,8 +293,8 @@ def test_a_whole_run_by_its_processes_leaves_one_file_that_agrees_with_an_evalua
         told = found["sets"][role]
         assert told["correct"] == [p["correct"] for p in result["problems"]]
         assert told["greedy"] == [p["greedy"] for p in result["problems"]]
-        for i, question in enumerate(data.questions):
-            styles = [style_of(question.prompt, a.text) for a in answers if a.rollout.prompt == i]
+        for i, prompt in enumerate(data.prompts):
+            styles = [style_of(prompt, a.text) for a in answers if a.rollout.prompt == i]
             assert told["styles"][i] == [styles.count(s) for s in range(3)]
     assert sum(start["sets"]["in_domain"]["correct"]) > 0
     assert sum(map(sum, start["sets"]["in_domain"]["styles"])) > 0

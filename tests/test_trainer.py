@@ -4,25 +4,26 @@ import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from dph.answering import Policy
 from dph.checkpoint import open_run
-from dph.collector import shuffled
+from dph.collector import Experience, shuffled
 from dph.config import Config, load_config
 from dph.divergences import GENERATORS
 from dph.errors import UserError
-from dph.losses import group_advantages
 from dph.metrics import Meter
 from dph.model import load_model
 from dph.presampling import Partition
+from dph.prompts import tokenize
 from dph.rollouts import Rollout
-from dph.sampler import Request, Settings, sample
-from dph.tasks.prompts import tokenize
+from dph.sampler import SamplingSettings, sample
 from dph.tokenizer import load_tokenizer
-from dph.trainer import Trainer
+from dph.trainer import Data, Trainer
+from dph.updates import Update, make_update
 from tests.helpers import WordTask, tiny_folder
 
 JS = ["--loss.divergence=js", "--loss.eta=0.5"]
@@ -49,7 +50,7 @@ def config(folder: Path, *more: str) -> Config:
     )
 
 
-def trainer(folder: Path, *more: str, pef: int = 4, seed: int = 0) -> Trainer:
+def trainer(folder: Path, *more: str, pef: int = 4, seed: int = 0, recorded: Path | None = None) -> Trainer:
     """A trainer on the word task whose first `pef` prompts are D_pef, rehearsed with two answers each."""
     path = folder / "model"
     if not path.exists():
@@ -58,68 +59,58 @@ def trainer(folder: Path, *more: str, pef: int = 4, seed: int = 0) -> Trainer:
     open_run(settings)
     policy = Policy(load_model(path), load_tokenizer(path), path)
     data = tokenize(WordTask(), policy.tokenizer, settings)
-    questions = data.questions
-    asked = [Request(q.prompt.index, q.tokens, range(2)) for q in questions[:pef]]
-    stored = sample(policy.model, asked, Settings((9, 9, 9), policy.tokenizer.end_ids, 8))
-    partition = Partition(list(range(pef)), list(range(pef, len(questions))), stored)
-    uses = settings.loss.divergence != "none" and settings.loss.samples != "own"
-    reference = (
-        load_model(path) if settings.loss.divergence != "none" and settings.loss.samples != "reference" else None
+    how = SamplingSettings((9, 9, 9), policy.tokenizer.end_ids, 8)
+    stored = sample(policy.model, data.prompts[:pef], [range(2)] * pef, how)
+    partition = Partition(list(range(pef)), list(range(pef, len(data.prompts))), stored)
+    return Trainer(
+        settings,
+        policy,
+        Data(
+            prompts=data,
+            partition=partition if settings.loss.uses_stored_answers else None,
+            reference=load_model(path) if settings.loss.needs_reference else None,
+            recorded=recorded,
+        ),
     )
-    return Trainer(settings, policy, data, partition if uses else None, reference)
 
 
 def weights(made: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in made.model.parameters()])
+    return torch.cat([p.detach().flatten() for p in made.policy.model.parameters()])
 
 
-def naive_objective(made: Trainer, rollouts: list[Rollout], rehearsal: list[Rollout], eta: float) -> torch.Tensor:
-    """E4 + eta E5 (js, token-mean), one row at a time with the whole softmax: the oracle."""
-    rewards = torch.tensor([r.reward for r in rollouts])
-    advantages = group_advantages(rewards, torch.tensor([r.prompt for r in rollouts]))
-    totals = [sum(len(r.tokens) for r in rows) for rows in (rollouts, rehearsal)]
-    loss = torch.zeros(())
-    for rows, total, exploring in ((rollouts, totals[0], True), (rehearsal, totals[1], False)):
-        for i, r in enumerate(rows):
-            tokens = torch.tensor([r.prompt_tokens + r.tokens])
-            table = torch.log_softmax(made.model.logits(made.model(tokens))[0], -1)
-            for t, token in enumerate(r.tokens):
-                u = torch.exp(table[len(r.prompt_tokens) + t - 1, token] - r.logprobs[t])
-                if exploring:
-                    a = advantages[i]
-                    loss = loss - torch.min(u * a, u.clamp(0.8, 1.28) * a) / total
-                else:
-                    loss = loss + eta * 0.5 * (u * torch.log(2 * u / (1 + u)) + torch.log(2 / (1 + u))) / total
-    return loss
+def rehearse(made: Trainer, stored: list[Rollout]) -> dict[str, Any]:
+    """A step of one update on these stored answers alone; returns its metrics."""
+    nothing, update = Experience([], []), make_update(made.config, [], torch.zeros(0), stored)
+    with (
+        mock.patch.object(made.collector, "collect", return_value=nothing),
+        mock.patch.object(made, "_updates", return_value=[update]),
+    ):
+        return made.train_step()
 
 
-@pytest.mark.parametrize("microbatch_tokens", [10**6, 40, 1])
-def test_the_gradient_is_the_objectives_however_micro_batches_are_cut(tmp_path: Path, microbatch_tokens: int) -> None:
-    made = trainer(tmp_path, *JS, f"--train.microbatch_tokens={microbatch_tokens}", "--optim.grad_clip=0")
-    rollouts = [a.rollout for a in made.collector._sample(0, made.collector.explore[:4], 4, Counter(), Meter())]
-    rehearsal = [
-        Rollout(r.prompt, r.sample, r.prompt_tokens, r.tokens, [x - 0.3 for x in r.logprobs], True)
-        for r in made.rehearsal
-    ]
-    expected = torch.autograd.grad(naive_objective(made, rollouts, rehearsal, 0.5), list(made.model.parameters()))
+def keep_gradients(made: Trainer) -> list[torch.Tensor]:
+    """The gradients that the optimizer would have followed, in place of its steps."""
     found: list[torch.Tensor] = []
-    made._optimize = lambda meter: found.extend(p.grad for p in made.model.parameters())  # type: ignore[method-assign, misc]
-    rewards = torch.tensor([r.reward for r in rollouts])
-    assert 0 < rewards.mean() < 1
-    made._update(rollouts, group_advantages(rewards, torch.arange(4).repeat_interleave(4)), rehearsal, [], Meter())
-    for got, want in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+
+    def step(loss: torch.Tensor, updates: int) -> dict[str, float]:
+        found.extend(weight.grad.clone() for weight in made.policy.model.parameters() if weight.grad is not None)
+        return {}
+
+    made.optimizer.step = step  # type: ignore[method-assign, assignment]
+    return found
+
+
+def moments(made: Trainer) -> list[torch.Tensor]:
+    return [kept[key] for kept in made.optimizer.adamw.state.values() for key in sorted(kept)]
 
 
 def test_rehearsal_at_the_reference_moves_nothing(tmp_path: Path) -> None:
     made = trainer(tmp_path, "--loss.divergence=forward_kl", "--loss.eta=1")
     before = weights(made)
-    found: list[torch.Tensor] = []
-    made._optimize = lambda meter: found.extend(p.grad for p in made.model.parameters())  # type: ignore[method-assign, misc]
-    meter = Meter()
-    made._update([], torch.zeros(0), made.rehearsal, [], meter)
+    found = keep_gradients(made)
+    metrics = rehearse(made, made.stored)
     assert max(g.abs().max().item() for g in found) < 1e-5
-    assert meter.means()["divergence"] == pytest.approx(0, abs=1e-10)
+    assert metrics["divergence"] == pytest.approx(0, abs=1e-10)
     assert torch.equal(before, weights(made))
 
 
@@ -172,8 +163,7 @@ def test_four_steps_are_two_a_stop_and_two(tmp_path: Path, method: str) -> None:
     resumed.run()
     assert torch.equal(weights(straight), weights(resumed))
     assert comparable(tmp_path / "a") == comparable(tmp_path / "b")
-    for mine, other in zip(straight.optimizer.state.values(), resumed.optimizer.state.values(), strict=True):
-        assert all(torch.equal(mine[key], other[key]) for key in mine)
+    assert all(torch.equal(mine, other) for mine, other in zip(moments(straight), moments(resumed), strict=True))
 
 
 def test_a_log_ahead_of_its_checkpoint_is_cut_and_each_step_stands_once(tmp_path: Path) -> None:
@@ -187,26 +177,20 @@ def test_a_log_ahead_of_its_checkpoint_is_cut_and_each_step_stands_once(tmp_path
 def test_a_gradient_that_is_not_finite_changes_nothing_and_a_streak_stops(tmp_path: Path) -> None:
     made = trainer(tmp_path, *JS)
     made.train_step()
-    before, moments = weights(made), [x.clone() for s in made.optimizer.state.values() for x in s.values()]
+    before, moments_before = weights(made), [x.clone() for x in moments(made)]
     broken = [
         Rollout(r.prompt, r.sample, r.prompt_tokens, r.tokens, [float("nan")] * len(r.tokens), True)
-        for r in made.rehearsal
+        for r in made.stored
     ]
-    meter = Meter()
-    made._update([], torch.zeros(0), broken, [], meter)
-    assert meter.means()["skipped_updates"] == 1
+    assert rehearse(made, broken)["skipped_updates"] == 1
     assert torch.equal(before, weights(made))
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(moments, (x for s in made.optimizer.state.values() for x in s.values()), strict=True)
-    )
-    made.state["step"] = 1
+    assert all(torch.equal(a, b) for a, b in zip(moments_before, moments(made), strict=True))
     made.train_step()
     assert not torch.equal(before, weights(made)), "the next update works"
     for _ in range(4):
-        made._update([], torch.zeros(0), broken, [], meter)
+        rehearse(made, broken)
     with pytest.raises(UserError, match="5 updates in a row"):
-        made._update([], torch.zeros(0), broken, [], meter)
+        rehearse(made, broken)
 
 
 @pytest.mark.parametrize("pef", [0, 12])
@@ -218,8 +202,8 @@ def test_one_of_both_sets_may_be_empty(tmp_path: Path, pef: int) -> None:
 
 def test_a_prompt_drawn_twice_makes_two_groups(tmp_path: Path) -> None:
     made = trainer(tmp_path)
-    some = made.collector.explore
-    answers = made.collector._sample(0, [some[0], some[1], some[0]], 4, Counter(), Meter())
+    some = made.collector.explored
+    answers = made.collector._answer(0, [some[0], some[1], some[0]], 4, Counter(), Meter())
     assert [a.rollout.prompt for a in answers] == [0] * 4 + [1] * 4 + [0] * 4
     assert [a.rollout.tokens for a in answers[:4]] != [a.rollout.tokens for a in answers[8:]]
 
@@ -233,12 +217,16 @@ def test_the_order_is_endless_and_each_pass_holds_everything_once() -> None:
 
 def test_passes_go_through_all_rollouts_again_and_leave_the_ratio_one_only_in_the_first(tmp_path: Path) -> None:
     made = trainer(tmp_path, "--train.updates_per_step=1", "--train.passes=3", "--optim.lr=1e-2")
-    seen: list[int] = []
-    update = made._update
-    made._update = lambda rows, *rest: (seen.append(len(rows)), update(rows, *rest))[1]  # type: ignore[method-assign]
+    original, denominators = made.optimizer.attempts, []
+
+    def attempts(update: Update) -> Any:
+        denominators.append(update.denominators["rollouts"])
+        return original(update)
+
+    made.optimizer.attempts = attempts  # type: ignore[method-assign]
     metrics = made.train_step()
-    assert seen == [16, 16, 16]
-    assert made.state["updates"] == 3
+    assert denominators == [metrics["sampled_tokens"]] * 3, "each update counts all rollouts"
+    assert made.state.updates == 3
     assert metrics["clip_high_fraction"] + metrics["clip_low_fraction"] > 0
 
 
@@ -251,5 +239,5 @@ def test_warm_up_is_linear(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("explore", "count"), [("exp", 8), ("all", 12)])
 def test_exploration_is_of_d_exp_or_of_all_prompts(tmp_path: Path, explore: str, count: int) -> None:
     made = trainer(tmp_path, *JS, f"--train.explore={explore}", pef=4)
-    assert len(made.collector.explore) == count
-    assert {r.prompt for r in made.rehearsal} == {0, 1, 2, 3}
+    assert len(made.collector.explored) == count
+    assert {r.prompt for r in made.stored} == {0, 1, 2, 3}

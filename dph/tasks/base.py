@@ -8,7 +8,7 @@ import difflib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,12 +19,13 @@ Outcome = Literal["right", "wrong", "no_answer", "timeout", "grader_error", "dat
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. `index` counts from 0 within its task; `gold` is whatever the task's grader needs."""
+    """One question, as chat messages and, once `dph.prompts.tokenize` has read it, as the tokens of a model."""
 
-    index: int
-    messages: tuple[dict[str, str], ...]
-    gold: Any
-    meta: dict[str, Any]
+    index: int  # counts from 0 within its task
+    messages: tuple[dict[str, str], ...] = ()
+    gold: Any = None  # whatever the task's grader needs; no model sees it
+    meta: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)  # the chat up to where the answer begins
 
 
 @dataclass(frozen=True)

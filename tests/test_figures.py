@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dph.divergences import make_divergence
-from dph.plots import fit, forgetful_start
+from examples.figures import fit, forgetful_start
 
 LOG_REF, START, (FADING, GONE) = forgetful_start()
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dph.config import Config
@@ -13,32 +13,24 @@ from dph.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Question:
-    """A prompt as the model reads it."""
-
-    prompt: Prompt
-    tokens: list[int]
-
-
-@dataclass(frozen=True)
 class PromptSet:
     """A task with its prompts tokenized; `task.name` is the source as the config names it."""
 
     task: Task
-    questions: list[Question]
+    prompts: list[Prompt]
 
     def fingerprint(self, weights: str, config: Config, settings: Mapping[str, Any]) -> dict[str, str]:
         """What answers of `weights` (a hash) depend on: model, prompts (tokenized, with gold answers), settings."""
-        prompts = json.dumps([(q.prompt.index, q.tokens, repr(q.prompt.gold)) for q in self.questions])
+        prompts = json.dumps([(prompt.index, prompt.tokens, repr(prompt.gold)) for prompt in self.prompts])
         found = {**asdict(config.sampling), **settings, "seed": config.run.seed, "dtype": config.run.dtype}
         found.pop("max_rows")  # how many at once changes nothing that is said
         found["judge"] = [config.data.strict, config.data.sql_match, config.data.grader_timeout]
         hashed = hashlib.sha256(prompts.encode()).hexdigest()
         return {"model": weights, "prompts": hashed, "settings": json.dumps(found, sort_keys=True)}
 
-    def shown(self, index: int, text: str, reward: Reward) -> dict[str, Any]:
+    def sample_row(self, index: int, text: str, reward: Reward) -> dict[str, Any]:
         """A row of samples.jsonl: an answer to prompt `index`; with what the task records it can be graded again."""
-        prompt = next(q.prompt for q in self.questions if q.prompt.index == index)
+        prompt = next(prompt for prompt in self.prompts if prompt.index == index)
         asked = {"source": self.task.name, "prompt": prompt.messages[-1]["content"]}
         judged = {"response": text, "reward": reward.value, "outcome": reward.outcome}
         return {**asked, **self.task.record(prompt), **judged}
@@ -50,10 +42,10 @@ def tokenize(task: Task, tokenizer: Tokenizer, config: Config) -> PromptSet:
     Raises: UserError when nothing is left.
     """
     longest = config.data.max_prompt_tokens
-    questions = [Question(prompt, tokenizer.chat(prompt.messages)) for prompt in task.prompts()]
-    kept = [question for question in questions if len(question.tokens) <= longest]
-    if len(kept) < len(questions):
-        print(f"{task.name}: left out {len(questions) - len(kept)} of {len(questions)} prompts over {longest} tokens")
+    prompts = [replace(prompt, tokens=tokenizer.chat(prompt.messages)) for prompt in task.prompts()]
+    kept = [prompt for prompt in prompts if len(prompt.tokens) <= longest]
+    if len(kept) < len(prompts):
+        print(f"{task.name}: left out {len(prompts) - len(kept)} of {len(prompts)} prompts over {longest} tokens")
     if not kept:
         raise UserError(f"{task.name}: no prompt of at most data.max_prompt_tokens = {longest} tokens")
     return PromptSet(task, kept)
