@@ -37,10 +37,15 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     paths = arguments.models or [config.model.path, *([str(newest)] if newest else [])]
     names = _names(paths)
     reports = []
+    base: tuple[Path, dict[str, int]] | None = None  # folder and vocabulary of the first model: the others' base
     for path, name in zip(paths, names, strict=True):
         policy = load_policy(path, config, device)
         sets = [tokenize(task, policy.tokenizer, config) for task in tasks]
-        reports.append(evaluate_model(policy, sets, config, name))
+        vocabulary = policy.tokenizer.backend.vocabulary
+        # Probabilities of the same tokens can be compared, not those of another tokenizer's.
+        base_folder = base[0] if base is not None and base[1] == vocabulary else None
+        reports.append(evaluate_model(policy, sets, config, name, base_folder))
+        base = base or (policy.folder, vocabulary)
     print(table(reports, base=names[0]))
     print(f"picture: {plot_pass_at_k(reports, config.run_folder / 'evaluation')}")
 

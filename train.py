@@ -47,7 +47,7 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
         reports.append(evaluate_model(policy, eval_sets, config, "base"))
     Trainer(config, policy, Data(prompts, partition, reference, eval_sets, recorded)).run()
     if final:
-        reports.append(evaluate_model(policy, eval_sets, config, config.run.name))
+        reports.append(evaluate_model(policy, eval_sets, config, config.run.name, policy.folder))
         print(table(reports, base="base"))
     for task in (train_task, *eval_tasks):
         task.close()

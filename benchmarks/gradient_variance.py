@@ -37,14 +37,20 @@ def gradient(model: Decoder, rollouts: list[Rollout], name: str, width: int) -> 
     batch, divergence = collate(rollouts, "cpu"), make_divergence(name)
     scores = token_logprobs(model, batch, 1.0)
     if width:
-        assert scores.top is not None
-        assert batch.top_logprobs is not None
-        top, ref = scores.top[..., :width], batch.top_logprobs[..., :width]
-        values = losses.stored_distribution_loss(top, ref, batch.mask, divergence)
+        top, rest = narrowed(scores.top, scores.rest, width)
+        ref_top, ref_rest = narrowed(batch.top_logprobs, batch.top_rest, width)
+        values = losses.stored_distribution_loss(top, rest, ref_top, ref_rest, batch.mask, divergence)
     else:
         values = losses.rehearsal_loss(scores.logprobs, batch.logprobs, batch.mask, divergence)
     loss = losses.aggregate(values, batch.mask, "token-mean", float(batch.mask.sum()))
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def narrowed(top: Tensor | None, rest: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """The first `width` of the likeliest tokens, and the others put into the rest."""
+    assert top is not None
+    assert rest is not None
+    return top[..., :width], torch.cat((top[..., width:], rest[..., None]), -1).logsumexp(-1)
 
 
 def spread(model: Decoder, rehearsal: list[Rollout], name: str, width: int) -> float:

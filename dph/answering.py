@@ -13,13 +13,12 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from dph import distributed
 from dph.config import Config
 from dph.model import Decoder
 from dph.prompts import PromptSet
-from dph.rollouts import Rollout, collate, group_by_tokens
+from dph.rollouts import Rollout, TopTokens, collate, group_by_tokens
 from dph.sampler import SamplingSettings, sample_stream
 from dph.scoring import likeliest_tokens, token_logprobs
 from dph.tasks import Reward
@@ -99,10 +98,10 @@ def _judged(policy: Policy, data: PromptSet, rollouts: Iterator[Rollout]) -> Ite
 
 @dataclass(frozen=True)
 class Scored:
-    """A rollout's log-probabilities under some model; `top`: its K likeliest tokens (T, K) and theirs (E10)."""
+    """A rollout under some model: log-probabilities of its tokens, and the likeliest tokens if they are asked for."""
 
     logprobs: list[float]
-    top: tuple[Tensor, Tensor] | None = None
+    top: TopTokens | None = None
 
 
 @torch.no_grad()
@@ -120,10 +119,11 @@ def score_rollouts(
         batch = collate([rollouts[index] for index in group], device)
         logprobs = token_logprobs(model, batch, temperature).logprobs.tolist()
         lengths = [len(rollouts[index].tokens) for index in group]
-        tops: list[tuple[Tensor, Tensor] | None] = [None] * len(group)
+        tops: list[TopTokens | None] = [None] * len(group)
         if top_k:
-            ids, values = likeliest_tokens(model, batch, temperature, top_k)
-            tops = list(zip(torch.split(ids.cpu(), lengths), torch.split(values.cpu(), lengths), strict=True))
+            top = likeliest_tokens(model, batch, temperature, top_k)
+            pieces = [torch.split(tensor.cpu(), lengths) for tensor in top]
+            tops = [TopTokens(*parts) for parts in zip(*pieces, strict=True)]
         for row, index in enumerate(group):
             scored[index] = Scored(logprobs[row][: lengths[row]], tops[row])
     everyones = dict(distributed.gather(scored.items()))

@@ -1,6 +1,6 @@
 """The first half of a step: draw prompts, sample answers, reward them; log-probabilities of pi_old and pi_ref.
 
-dapo's dynamic sampling (E9) replaces groups whose rewards are all equal by groups of further prompts, for a bounded
+dapo's dynamic sampling (E9) replaces groups that are all right or all wrong by groups of further prompts, for a bounded
 number of rounds. A run's recorded rollouts can be taken in place of new ones: then two losses see the same data.
 
 The order of prompts is a function of (seed, position) alone, so resuming needs one counter, `state.drawn`.
@@ -65,11 +65,15 @@ class Collector:
         file = Path("rollouts") / f"step-{state.step + 1}.safetensors"
         if self.recorded is not None:
             experience = self._read_recorded(self.recorded / file)
+            _add_entropy(experience.rollouts, meter)
             if self.reference is not None:
                 self._score_reference(experience)
         else:
             with meter.seconds("sample_and_grade"):
-                experience = self._sample(state, stored, meter)
+                try:
+                    experience = self._sample(state, stored, meter)
+                except UserError as error:
+                    raise UserError(f"step {state.step + 1}: {error}") from None
             with meter.seconds("score"):
                 self._score_old(experience.rollouts, state, meter)
                 self._score_reference(experience)
@@ -88,7 +92,7 @@ class Collector:
         return Experience(rollouts, pef_rollouts)
 
     def _explore(self, state: State, asked_before: Counter[int], meter: Meter) -> list[Rollout]:
-        """Groups of answers to the next prompts; with dynamic sampling only those whose rewards differ."""
+        """Groups of answers to the next prompts; with dynamic sampling none that is all right or all wrong."""
         train = self.config.train
         wanted, size = min(train.prompts_per_step, len(self.explored)), train.responses_per_prompt
         groups: list[list[Rollout]] = []
@@ -100,10 +104,13 @@ class Collector:
             rounds += 1
             prompts = [self.explored[position] for position in order]
             answers = self._answer(state.step, prompts, size, asked_before, meter)
+            meter.add("pass_rate", sum(a.reward.outcome == "right" for a in answers), len(answers))
+            _add_entropy([a.rollout for a in answers], meter)
             for start in range(0, len(answers), size):
-                group = [a.rollout for a in answers[start : start + size]]
-                if not train.dynamic_sampling or len({rollout.reward for rollout in group}) > 1:
-                    groups.append(group)
+                group = answers[start : start + size]
+                # The grader's verdicts decide, not the rewards: an overlong penalty makes wrong answers differ, too.
+                if not train.dynamic_sampling or len({a.reward.value for a in group}) > 1:
+                    groups.append([a.rollout for a in group])
         if train.dynamic_sampling:
             meter.add("sampling_rounds", rounds)
             meter.add("sampling_gave_up", float(len(groups) < wanted))
@@ -124,9 +131,8 @@ class Collector:
         for each in answer(self.actor, PromptSet(self.task, list(prompts)), samples, settings):
             found[each.rollout.prompt, each.rollout.sample] = each
             length = len(each.rollout.tokens)
-            each.rollout.reward += overlong_penalty(length, settings.max_new_tokens, self.config.loss.overlong_buffer)
+            each.rollout.reward += overlong_penalty(length, settings.max_new_tokens, self.config.train.overlong_buffer)
             meter.add("sampled_tokens", length)
-            meter.add("pass_rate", float(each.reward.outcome == "right"), 1)
             meter.add("grader_error_fraction", float(each.reward.outcome == "grader_error"), 1)
         pairs = zip(prompts, samples, strict=True)
         return [found[prompt.index, number] for prompt, numbers in pairs for number in numbers]
@@ -177,6 +183,12 @@ class Collector:
             kind, _, key = name.partition(".")
             found[kind][key] = tensor
         return Experience(unpack(found["rollouts"]), unpack(found["pef_rollouts"]))
+
+
+def _add_entropy(rollouts: Sequence[Rollout], meter: Meter) -> None:
+    """`entropy`, nats a token: the mean of -log pi of what was drawn. Over all rollouts, for every method alike."""
+    tokens = sum(len(rollout.tokens) for rollout in rollouts)
+    meter.add("entropy", -sum(sum(rollout.logprobs) for rollout in rollouts), tokens)
 
 
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:

@@ -16,10 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dph.divergences import BOUNDED, Divergence, make_divergence
+from dph.divergences import Divergence, make_divergence
 from dph.errors import UserError
 
-RENAMED = {"presample.top_k": "presample.stored_top_k"}  # old name -> new one, for the error's line
+GONE = {  # keys of earlier versions, with what the error says of them
+    "presample.top_k": "is now called presample.stored_top_k",
+    "loss.overlong_buffer": "is now called train.overlong_buffer",
+    "loss.level": "is gone: u is each token's, since that of a whole answer has a gradient without bound",
+}
 
 
 def key(default: Any, meaning: str, *choices: str, low: float = -math.inf, high: float = math.inf) -> Any:
@@ -96,14 +100,13 @@ class LossConfig:
 
     divergence: str = key("none", "name of a generator of dph/divergences.py, or none")
     samples: str = key("reference", "rehearsal (E5), own: penalty (E2), both: E8", "reference", "own", "both")
-    level: str = key("token", "of u in rehearsal; sequence: bounded generators only", "token", "sequence")
     eta: float = key(0.0, "weight of the divergence (E6)", low=0.0)
     alpha: float = key(0.5, "order of the alpha divergence", low=0.0, high=1.0)
     skew: float = key(0.5, "lambda of skew_js", low=0.0, high=1.0)
     divergence_form: str = key("standard", "plain: forward_kl as -log u, supervised", "standard", "plain")
     penalty_estimator: str = key("k3", "with own samples", "k3", "k3_importance", "exact")
+    ratio_cap: float = key(2.0, "largest importance weight on own samples, where pi_old lags behind (E2, E8)", low=1.0)
     entropy: float = key(0.0, "weight of an entropy bonus", low=0.0)
-    overlong_buffer: int = key(0, "tokens over which DAPO's overlong penalty grows to -1; 0 is off", low=0)
     clip_low: float = key(0.2, "epsilon_low of the clipped ratio", low=0.0, high=1.0)
     clip_high: float = key(0.28, "epsilon_high", low=0.0)
     dual_clip: float = key(0.0, "c > 1 bounds the loss of negative advantages; 0 is off", low=0.0)
@@ -151,7 +154,8 @@ class TrainConfig:
     passes: int = key(1, "times that a step's rollouts are gone through (GRPO's mu)", low=1)
     rehearsal_rows: int = key(64, "stored answers of D_pef in one optimizer step", low=1)
     microbatch_tokens: int = key(16384, "tokens, padding included, of one forward and backward pass", low=1)
-    dynamic_sampling: int = key(0, "further rounds that replace groups of equal rewards (DAPO); 0 is off", low=0)
+    dynamic_sampling: int = key(0, "further rounds that replace groups all right or all wrong (DAPO); 0 is off", low=0)
+    overlong_buffer: int = key(0, "tokens over which DAPO's overlong penalty grows to -1; 0 is off", low=0)
     record_rollouts: bool = key(False, "keep every step's rollouts, for train.py --replay RUN")
     eval_every: int = key(50, "steps between evaluations; 0 never", low=0)
     save_every: int = key(50, "steps between checkpoints; 0 only at the end", low=0)
@@ -259,8 +263,8 @@ def checked_section(kind: Any, section: str, values: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
     checked = {}
     for name, value in values.items():
-        if (new := RENAMED.get(f"{section}.{name}")) is not None:
-            raise UserError(f"{section}.{name} is now called {new}")
+        if (answer := GONE.get(f"{section}.{name}")) is not None:
+            raise UserError(f"{section}.{name} {answer}")
         if name not in fields:
             raise UserError(f"unknown key {section}.{name}{nearest(name, fields)}")
         checked[name] = _value(f"{section}.{name}", value, hints[name], fields[name].metadata)
@@ -318,14 +322,12 @@ def _check(config: Config) -> None:
          f"loss.divergence_form = 'plain' goes with loss.divergence = 'forward_kl', not {loss.divergence!r}"),
         (loss.samples != "own" or loss.divergence in ("none", "reverse_kl") or loss.penalty_estimator == "exact",
          f"loss.divergence = {loss.divergence!r} on own samples needs loss.penalty_estimator = 'exact'"),
-        (loss.samples != "both" or (loss.divergence == "js" and not presample.stored_top_k and loss.level == "token"),
-         "loss.samples = 'both' is the definition of loss.divergence = 'js': no presample.stored_top_k, level 'token'"),
-        (loss.level == "token" or (loss.divergence in BOUNDED and not presample.stored_top_k),
-         f"loss.level = 'sequence' needs a bounded generator ({', '.join(BOUNDED)}) and no presample.stored_top_k"),
-        (loss.overlong_buffer < config.sampling.max_new_tokens,
-         f"loss.overlong_buffer = {loss.overlong_buffer} should be below sampling.max_new_tokens"),
-        (train.prompts_per_step * train.responses_per_prompt >= train.updates_per_step,
-         f"train.updates_per_step = {train.updates_per_step} is more than the rows of a step"),
+        (loss.samples != "both" or (loss.divergence == "js" and not presample.stored_top_k),
+         "loss.samples = 'both' is the definition of loss.divergence = 'js', without presample.stored_top_k"),
+        (train.overlong_buffer < config.sampling.max_new_tokens,
+         f"train.overlong_buffer = {train.overlong_buffer} should be below sampling.max_new_tokens"),
+        (train.prompts_per_step >= train.updates_per_step,
+         f"train.updates_per_step = {train.updates_per_step} is more than train.prompts_per_step; each needs a group"),
         (not config.eval.k or max(config.eval.k) <= config.eval.samples,
          f"eval.k = {list(config.eval.k)} should not exceed eval.samples = {config.eval.samples}"),
         (len(set(config.data.eval)) == len(config.data.eval),

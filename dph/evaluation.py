@@ -6,18 +6,23 @@ made again from the JSON files without a model. pass@k is the unbiased estimator
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from dph.answering import EVALUATE, Answer, Policy, acting, answer, sampling_settings
+from dph.answering import EVALUATE, Answer, Policy, acting, answer, autocast, sampling_settings, score_rollouts
 from dph.checkpoint import write_text
 from dph.config import Config
+from dph.divergences import EXP_LIMIT
 from dph.errors import read_json
+from dph.model import Decoder, load_model
 from dph.prompts import PromptSet
+from dph.rollouts import Rollout
 
 RESAMPLES = 1000
 
@@ -59,9 +64,18 @@ def keep_explore(base: Mapping[int, int], new: Mapping[int, int]) -> tuple[float
 
 
 def evaluate(
-    policy: Policy, data: PromptSet, config: Config, samples: int, greedy: bool, bar: bool = True
+    policy: Policy,
+    data: PromptSet,
+    config: Config,
+    samples: int,
+    greedy: bool,
+    base: Decoder | None = None,
+    bar: bool = True,
 ) -> tuple[dict[str, Any], list[Answer]]:
     """Draws `samples` answers to every prompt of a set, and one greedy answer.
+
+    Args:
+        base: the initial policy; with it each problem gets `kl_to_base`.
 
     Returns: {"source", "n", "problems": [{"prompt", "correct", "greedy", ...}]}, and the sampled answers.
     """
@@ -82,7 +96,35 @@ def evaluate(
     if greedy:
         problems = [{**problem, "greedy": best[problem["prompt"]]} for problem in problems]
     everything = [a for answers in drawn.values() for a in answers]
+    if base is not None:
+        distances = kl_to_base(policy.model, base, [a.rollout for a in everything], config)
+        problems = [{**problem, "kl_to_base": distances[problem["prompt"]]} for problem in problems]
     return {"source": data.task.name, "n": samples, "problems": problems}, everything
+
+
+def kl_to_base(policy: Decoder, base: Decoder, rollouts: Sequence[Rollout], config: Config) -> dict[int, float]:
+    """KL(pi_theta || pi_ref) on answers of pi_theta, nats a token, for each prompt: what forgetting goes with.
+
+    How far a policy has moved from its base on what it says predicts what it forgets (arXiv 2509.04259). Estimated by
+    the mean of e^-l - 1 + l, l = log(pi_theta / pi_ref): without bias where answers are drawn at eval.top_p = 1, never
+    negative, and of low variance (k3 as a value; as a loss it is another thing, see docs/equations.md).
+    """
+    how = config.eval.temperature, config.train.microbatch_tokens
+    with autocast(policy, config.run.dtype):
+        scored = zip(score_rollouts(policy, rollouts, *how), score_rollouts(base, rollouts, *how), strict=True)
+    totals: dict[int, float] = defaultdict(float)
+    tokens: dict[int, int] = defaultdict(int)
+    for rollout, (new, old) in zip(rollouts, scored, strict=True):
+        log_u = np.array(new.logprobs) - np.array(old.logprobs)
+        totals[rollout.prompt] += float((np.expm1(np.minimum(-log_u, EXP_LIMIT)) + log_u).sum())
+        tokens[rollout.prompt] += len(rollout.tokens)
+    return {prompt: totals[prompt] / tokens[prompt] for prompt in totals}
+
+
+def load_base(policy: Policy, folder: Path) -> Decoder:
+    """The initial policy, to be compared with; of the policy's type, on its device."""
+    weight = policy.model.head
+    return load_model(folder, weight.dtype, weight.device).requires_grad_(False)
 
 
 def _problem(index: int, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -108,26 +150,41 @@ def summarise(result: Mapping[str, Any], ks: Sequence[int]) -> dict[str, Any]:
     if all("greedy" in p for p in problems):
         scores = {"greedy": [p["greedy"] for p in problems], **scores}
     summary: dict[str, Any] = {name: [float(np.mean(v)), *interval(v)] for name, v in scores.items()}
-    for name in ("distinct", "tokens", "entropy", "truncated", "errors"):
-        summary[name] = float(np.mean([p[name] for p in problems]))
+    for name in ("distinct", "tokens", "entropy", "truncated", "errors", "kl_to_base"):
+        if all(name in p for p in problems):
+            summary[name] = float(np.mean([p[name] for p in problems]))
     return summary
 
 
-def evaluate_model(policy: Policy, sets: Sequence[PromptSet], config: Config, name: str) -> dict[str, Any]:
+def evaluate_model(
+    policy: Policy, sets: Sequence[PromptSet], config: Config, name: str, base_folder: Path | None = None
+) -> dict[str, Any]:
     """A full evaluation of one model, written to RUN/evaluation/NAME.json set by set.
 
     A set that stands there already, of the same weights, prompts and settings, is not answered again.
+
+    Args:
+        base_folder: of the initial policy, which is in memory meanwhile, for `kl_to_base`; None for that policy itself.
     """
     path = config.run_folder / "evaluation" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     weights, n, greedy = policy.weights_hash(), config.eval.samples, config.eval.greedy
-    settings = {"n": n, "greedy": greedy, "temperature": config.eval.temperature, "top_p": config.eval.top_p}
+    settings: dict[str, Any] = {
+        "n": n,
+        "greedy": greedy,
+        "temperature": config.eval.temperature,
+        "top_p": config.eval.top_p,
+    }
+    base = None
+    if base_folder is not None:
+        base = load_base(policy, base_folder)
+        settings["base"] = replace(policy, model=base).weights_hash()
     old = read_json(path, optional=True).get("sets", {})
     report: dict[str, Any] = {"model": name, "sets": {}}
     for data in sets:
         result, made = old.get(data.task.name, {}), data.fingerprint(weights, config, settings)
         if result.get("fingerprint") != made:
-            result = {**evaluate(policy, data, config, n, greedy)[0], "fingerprint": made}
+            result = {**evaluate(policy, data, config, n, greedy, base)[0], "fingerprint": made}
             data.task.close()
         report["sets"][data.task.name] = {**result, "summary": summarise(result, config.eval.k)}
         write_text(path, json.dumps(report) + "\n")

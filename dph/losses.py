@@ -18,8 +18,6 @@ from torch import Tensor
 
 from dph.divergences import Divergence, saturate
 
-REST = 1e-6  # least mass of "all other tokens": below it fp32 sums of probabilities are noise
-
 
 def group_advantages(rewards: Tensor, groups: Tensor, divide_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
     """A_i = (r_i - mean) / (std + epsilon) within each group (E3; DeepSeekMath, arXiv 2402.03300).
@@ -78,38 +76,38 @@ def clipped_fractions(
     return mask & (advantages < 0) & (ratio < 1 - clip_low), mask & (advantages > 0) & (ratio > 1 + clip_high)
 
 
-def rehearsal_loss(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, divergence: Divergence, level: str = "token"
-) -> Tensor:
+def rehearsal_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, divergence: Divergence) -> Tensor:
     """f(u) on stored answers of pi_ref, per token: L_pef of E5, differentiated by autograd (E2).
+
+    u is each token's, as in the released code. The paper's notation has whole answers; for the forward KL the sum over
+    tokens is the answers' divergence (chain rule), for the others it is not. The u of a whole answer, a product of
+    hundreds of ratios, is not offered: on one answer of 300 tokens with log u = .59 each, the gradient is 1e34.
 
     Args:
         logprobs, ref_logprobs (stored before training), mask: (B, T).
-        level: "token": u of each token, as the released code has it. "sequence": u of the whole answer, the product
-            over its tokens; the answer's f(u) is shared out evenly, so that a row sums to it. For the forward KL the
-            sum over tokens *is* the sequences' divergence (chain rule); for the others it is not.
     """
     log_u = _log_ratio(logprobs, ref_logprobs, mask)
-    if level == "sequence":
-        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
-        values = (divergence.f(log_u.sum(dim=1, keepdim=True)) / lengths).expand_as(log_u)
-    else:
-        values = divergence.f(log_u)
-    return torch.where(mask, values, 0.0)
+    return torch.where(mask, divergence.f(log_u), 0.0)
 
 
-def stored_distribution_loss(top: Tensor, ref_top: Tensor, mask: Tensor, divergence: Divergence) -> Tensor:
+def stored_distribution_loss(
+    top: Tensor, rest: Tensor, ref_top: Tensor, ref_rest: Tensor, mask: Tensor, divergence: Divergence
+) -> Tensor:
     """Rehearsal against stored distributions (E10): sum over pi_ref's K likeliest tokens, and over the rest as one.
 
     sum_a pi_ref(a) f(pi_theta(a) / pi_ref(a)) + pi_ref(rest) f(pi_theta(rest) / pi_ref(rest)), per position: no noise
     from the choice of the action. Never above the full D_f, rising with K, equal to it at K = V - 1.
 
-    Args: top, ref_top: (B, T, K) log-probabilities of the same tokens under pi_theta and pi_ref; mask: (B, T).
+    Args:
+        top, ref_top: (B, T, K) log-probabilities of the same tokens under pi_theta and pi_ref.
+        rest, ref_rest: (B, T) logs of the mass of all other tokens, summed from these tokens' own logits: 1 minus the
+            mass of the top ones has no digits left, and no gradient, where the rest is what has been forgotten.
+        mask: (B, T).
     """
-    here = mask[..., None]
-    top, ref_top = torch.where(here, top, -1.0), torch.where(here, ref_top, -1.0)
-    rest, ref_rest = (torch.log1p(-x.exp().sum(-1).clamp(max=1 - REST)) for x in (top, ref_top))  # (B, T)
-    values = (ref_top.exp() * divergence.f(top - ref_top)).sum(-1) + ref_rest.exp() * divergence.f(rest - ref_rest)
+    log_u = _log_ratio(top, ref_top, mask[..., None])  # (B, T, K)
+    log_u_rest = _log_ratio(rest, ref_rest, mask)  # (B, T)
+    weights, rest_weight = ref_top.exp(), ref_rest.exp()
+    values = (weights * divergence.f(log_u)).sum(-1) + rest_weight * divergence.f(log_u_rest)
     return torch.where(mask, values, 0.0)
 
 
@@ -118,18 +116,40 @@ def js_reference_half(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> T
     return torch.where(mask, 0.5 * (math.log(2) - F.softplus(_log_ratio(logprobs, ref_logprobs, mask))), 0.0)
 
 
-def js_own_half(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+def js_own_half(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ratio_cap: float) -> Tensor:
     """The surrogate of 1/2 KL(pi_theta || m) on own samples (E8): 1/2 stopgrad(g + 1/(1+u)) log pi_theta, per token.
 
-    g = log(2u / (1+u)). Differentiating g itself would cancel the other half's gradient: a trap.
+    g = log(2u / (1+u)). Differentiating g itself would cancel the other half's gradient: a trap. All of it is weighted
+    by `importance_weights`.
     """
     log_u = _log_ratio(logprobs, ref_logprobs, mask).detach()
     weight = math.log(2) - F.softplus(-log_u) + torch.sigmoid(-log_u)
-    return torch.where(mask, 0.5 * weight * torch.where(mask, logprobs, 0.0), 0.0)
+    values = 0.5 * weight * torch.where(mask, logprobs, 0.0)
+    return torch.where(mask, importance_weights(logprobs, old_logprobs, mask, ratio_cap) * values, 0.0)
+
+
+def importance_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """min(rho, cap), without gradient: truncated importance sampling (Ionides 2008).
+
+    Own samples are drawn from pi_old. From the second optimizer step on the same rollouts pi_theta is another policy,
+    and a mean over them estimates the wrong expectation, by a factor rho per token, which this puts back. The cap
+    bounds the variance; it biases the mean only where rho exceeds it.
+
+    Args:
+        logprobs, old_logprobs, mask: (B, T).
+    """
+    ratio = torch.exp(saturate(_log_ratio(logprobs, old_logprobs, mask)))
+    return ratio.clamp(max=cap).detach()
 
 
 def penalty_loss(
-    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, divergence: Divergence, estimator: str
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    divergence: Divergence,
+    estimator: str,
+    ratio_cap: float,
 ) -> Tensor:
     """A penalty on own samples, per token; what matters is its gradient (E2).
 
@@ -137,17 +157,19 @@ def penalty_loss(
         logprobs, old_logprobs, ref_logprobs, mask: (B, T).
         estimator: "exact": stopgrad(f'(u)) log pi_theta, the gradient of D_f for any f;
             "k3": e^-l - 1 + l, the literature's KL loss, whose gradient is the forward KL's (arXiv 2510.01555);
-            "k3_importance": rho k3, whose gradient at rho = 1 is the reverse KL's (arXiv 2512.02556).
+            "k3_importance": rho k3 with the gradient through rho, which is the reverse KL's (arXiv 2512.02556).
+        ratio_cap: of `importance_weights`, for the first two; the third has its rho.
     """
     log_u = _log_ratio(logprobs, ref_logprobs, mask)
+    weights = importance_weights(logprobs, old_logprobs, mask, ratio_cap)
     if estimator == "exact":
-        loss = divergence.derivative(log_u).detach() * torch.where(mask, logprobs, 0.0)
-    else:
-        inverse = saturate(-log_u)
-        loss = torch.expm1(inverse) - inverse
-        if estimator == "k3_importance":
-            loss = torch.exp(saturate(_log_ratio(logprobs, old_logprobs, mask))) * loss
-    return torch.where(mask, loss, 0.0)
+        loss = weights * divergence.derivative(log_u).detach() * torch.where(mask, logprobs, 0.0)
+        return torch.where(mask, loss, 0.0)
+    inverse = saturate(-log_u)
+    k3 = torch.expm1(inverse) - inverse
+    if estimator == "k3_importance":
+        weights = torch.exp(saturate(_log_ratio(logprobs, old_logprobs, mask)))
+    return torch.where(mask, weights * k3, 0.0)
 
 
 def own_sample_divergence(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, divergence: Divergence) -> Tensor:

@@ -38,6 +38,8 @@ class Meter:
     def add_rollouts(self, rollouts: Sequence[Rollout], advantages: Tensor, group_size: int) -> None:
         """What a step's rollouts tell: groups of `group_size`, one after another, with advantages (rollouts,)."""
         count = len(rollouts)
+        if not count:  # no group is left after dynamic sampling, or all prompts are in D_pef: there is no mean
+            return
         flat_groups = (advantages.view(-1, group_size) == 0).all(dim=1).sum()
         self.add("reward", sum(rollout.reward for rollout in rollouts), count)
         self.add("length", sum(len(rollout.tokens) for rollout in rollouts), count)

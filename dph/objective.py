@@ -14,6 +14,8 @@ Micro-batches: `Objective.loss` is called for each, and the results sum to the u
 by the denominator of the whole update. A term whose rows are not in the micro-batch is 0.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,8 @@ class Objective:
         self.model, self.config = model, config
         self.settings = config.loss
         self.divergence = config.loss.make_divergence()
+        # What is logged as `divergence` is one: -log u of the plain form, or one half of E8, is none.
+        self.standard = replace(config.loss, divergence_form="standard").make_divergence()
 
     def loss(self, micro: MicroBatch, meter: Meter) -> Tensor:
         """L_exp + eta L_pef of a micro-batch (E6), a scalar with gradient."""
@@ -58,7 +62,7 @@ class Objective:
         clip = settings.clip_low, settings.clip_high
         values = losses.clipped_loss(scores.logprobs, old_logprobs, advantages, mask, *clip, settings.dual_clip)
         low, high = losses.clipped_fractions(scores.logprobs, old_logprobs, advantages, mask, *clip)
-        meter.add_tokens(mask, loss_exp=values, clip_low_fraction=low, clip_high_fraction=high, entropy=scores.entropy)
+        meter.add_tokens(mask, loss_exp=values, clip_low_fraction=low, clip_high_fraction=high)
         if settings.entropy:
             values = values - settings.entropy * scores.entropy
         return losses.aggregate(values, mask, settings.aggregation, denominator)
@@ -66,32 +70,46 @@ class Objective:
     def _penalty(self, batch: Batch, scores: Scores, denominator: float, meter: Meter) -> Tensor:
         """What stands in L_pef's place for rkl: a penalty on the policy's own rollouts (E2)."""
         assert self.divergence is not None
-        ref_logprobs, mask = batch.ref_logprobs, batch.mask
+        settings, ref_logprobs, mask = self.settings, batch.ref_logprobs, batch.mask
         found = losses.own_sample_divergence(scores.logprobs, ref_logprobs, mask, self.divergence)
         meter.add_tokens(mask, divergence=found)
         values = losses.penalty_loss(
-            scores.logprobs, batch.logprobs, ref_logprobs, mask, self.divergence, self.settings.penalty_estimator
+            scores.logprobs,
+            batch.logprobs,
+            ref_logprobs,
+            mask,
+            self.divergence,
+            settings.penalty_estimator,
+            settings.ratio_cap,
         )
-        return losses.aggregate(values, mask, self.settings.aggregation, denominator)
+        return losses.aggregate(values, mask, settings.aggregation, denominator)
 
     def _rehearsal(self, batch: Batch, scores: Scores, denominator: float, meter: Meter) -> Tensor:
         """L_pef on stored answers, whose stored log-probabilities are pi_ref's: E5, E10, or the first half of E8."""
         assert self.divergence is not None
+        assert self.standard is not None
         settings, ref_logprobs, mask = self.settings, batch.logprobs, batch.mask
-        if scores.top is not None and batch.top_logprobs is not None:
-            values = losses.stored_distribution_loss(scores.top, batch.top_logprobs, mask, self.divergence)
-        elif settings.answers_pef_prompts:
-            values = losses.js_reference_half(scores.logprobs, ref_logprobs, mask)
+        if scores.top is not None and scores.rest is not None:
+            assert batch.top_logprobs is not None
+            assert batch.top_rest is not None
+            values = measured = losses.stored_distribution_loss(
+                scores.top, scores.rest, batch.top_logprobs, batch.top_rest, mask, self.divergence
+            )
+            saturated = self.divergence.saturated(scores.top - batch.top_logprobs).any(-1)
         else:
-            values = losses.rehearsal_loss(scores.logprobs, ref_logprobs, mask, self.divergence, settings.level)
-        saturated = self.divergence.saturated(scores.logprobs - ref_logprobs)
-        meter.add_tokens(mask, divergence=values, saturated_fraction=saturated)
-        aggregation = "sequence-sum" if settings.level == "sequence" else settings.aggregation
-        return losses.aggregate(values, mask, aggregation, denominator)
+            values = losses.rehearsal_loss(scores.logprobs, ref_logprobs, mask, self.divergence)
+            measured = losses.rehearsal_loss(scores.logprobs, ref_logprobs, mask, self.standard)
+            saturated = self.divergence.saturated(scores.logprobs - ref_logprobs)
+        if settings.answers_pef_prompts:
+            values = losses.js_reference_half(scores.logprobs, ref_logprobs, mask)
+        meter.add_tokens(mask, divergence=measured, saturated_fraction=saturated)
+        return losses.aggregate(values, mask, settings.aggregation, denominator)
 
     def _js_own_half(self, batch: Batch, scores: Scores, denominator: float) -> Tensor:
         """The second half of E8, on new answers to prompts of D_pef."""
-        values = losses.js_own_half(scores.logprobs, batch.ref_logprobs, batch.mask)
+        values = losses.js_own_half(
+            scores.logprobs, batch.logprobs, batch.ref_logprobs, batch.mask, self.settings.ratio_cap
+        )
         return losses.aggregate(values, batch.mask, self.settings.aggregation, denominator)
 
     def _score(self, batch: Batch) -> Scores:

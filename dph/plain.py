@@ -42,6 +42,7 @@ class Method:
     setting: float = 0.5  # alpha or lambda of the generator
     clip_low: float = 0.2
     clip_high: float = 0.2
+    ratio_cap: float = 2.0  # of importance weights on own answers
     tau: float = 1.0  # sampling temperature
 
 
@@ -115,14 +116,15 @@ def rehearsal(logprobs: Tensor, answer: Answer, method: Method) -> Tensor:
 def penalty(logprobs: Tensor, answer: Answer, method: Method) -> Tensor:
     """E2 on the policy's own answers, (T,): what has the gradient wanted, which the value's own gradient has not."""
     log_u = logprobs - answer.ref_logprobs
+    rho = torch.exp(logprobs - answer.logprobs)
     k3 = torch.exp(-log_u) - 1 + log_u
     if method.estimator == "k3":
-        return k3
+        return rho.clamp(max=method.ratio_cap).detach() * k3
     if method.estimator == "k3_importance":
-        return torch.exp(logprobs - answer.logprobs) * k3
+        return rho * k3
     u = log_u.exp().detach().requires_grad_()
     (slope,) = torch.autograd.grad(GENERATORS[method.generator](u, method.setting).sum(), u)  # f'(u)
-    return slope * logprobs
+    return rho.clamp(max=method.ratio_cap).detach() * slope * logprobs
 
 
 def js_stored_half(logprobs: Tensor, answer: Answer) -> Tensor:
@@ -131,10 +133,11 @@ def js_stored_half(logprobs: Tensor, answer: Answer) -> Tensor:
     return 0.5 * torch.log(2 / (1 + u))
 
 
-def js_own_half(logprobs: Tensor, answer: Answer) -> Tensor:
+def js_own_half(logprobs: Tensor, answer: Answer, method: Method) -> Tensor:
     """E8, second half: what has the gradient of 1/2 KL(pi_theta || m) on an own answer, (T,)."""
     u = torch.exp(logprobs - answer.ref_logprobs).detach()
-    return 0.5 * (torch.log(2 * u / (1 + u)) + 1 / (1 + u)) * logprobs
+    weight = torch.exp(logprobs - answer.logprobs).clamp(max=method.ratio_cap).detach()
+    return weight * 0.5 * (torch.log(2 * u / (1 + u)) + 1 / (1 + u)) * logprobs
 
 
 def total_loss(
@@ -157,10 +160,12 @@ def total_loss(
         logprobs = answer_logprobs(model, answer.prompt, answer.tokens, method.tau)
         half = method.samples == "both"
         values = js_stored_half(logprobs, answer) if half else rehearsal(logprobs, answer, method)
-        loss_pef = loss_pef + values.sum() / sum(len(each.tokens) for each in stored)
+        count = sum(len(each.tokens) for each in stored)
+        loss_pef = loss_pef + values.sum() / count
     for answer in pef_rollouts:
         logprobs = answer_logprobs(model, answer.prompt, answer.tokens, method.tau)
-        loss_pef = loss_pef + js_own_half(logprobs, answer).sum() / sum(len(each.tokens) for each in pef_rollouts)
+        count = sum(len(each.tokens) for each in pef_rollouts)
+        loss_pef = loss_pef + js_own_half(logprobs, answer, method).sum() / count
     return loss_exp + method.eta * loss_pef
 
 

@@ -26,7 +26,7 @@ def table(reports: Sequence[Report], base: str | None = None) -> str:
         )
     )
     against = next((report for report in reports if report["model"] == base), None)
-    rows = [["set", "model", *columns, "keep", "explore", "tokens", "entropy"]]
+    rows = [["set", "model", *columns, "keep", "explore", "tokens", "entropy", "KL to base"]]
     for source in dict.fromkeys(source for report in reports for source in report["sets"]):
         rows += [_row(source, report, columns, against) for report in reports if source in report["sets"]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -46,7 +46,9 @@ def _row(source: str, report: Report, columns: Sequence[str], base: Report | Non
     if base is not None and base is not report and source in base["sets"]:
         counts = [{p["prompt"]: p["correct"] for p in r["sets"][source]["problems"]} for r in (base, report)]
         shares = ["-" if x != x else f"{x:.3f}" for x in keep_explore(*counts)]  # x != x: NaN
-    return [source, report["model"], *scores, *shares, f"{summary['tokens']:.1f}", f"{summary['entropy']:.2f}"]
+    distance = f"{summary['kl_to_base']:.3f}" if "kl_to_base" in summary else ""
+    rest = [f"{summary['tokens']:.1f}", f"{summary['entropy']:.2f}", distance]
+    return [source, report["model"], *scores, *shares, *rest]
 
 
 def plot_pass_at_k(reports: Sequence[Report], folder: Path) -> Path:
@@ -72,13 +74,13 @@ def plot_pass_at_k(reports: Sequence[Report], folder: Path) -> Path:
 
 
 def plot_metrics(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Reward, entropy, divergence, length, gradient norm and zero-variance groups over steps: folder/metrics.png."""
-    names = ["reward", "entropy", "divergence", "length", "grad_norm", "zero_variance_fraction"]
+    """Reward, entropy, divergence, distance from the base and more, over steps: folder/metrics.png."""
+    names = ["reward", "entropy", "divergence", "kl_to_base", "length", "grad_norm", "zero_variance_fraction"]
     shown = [name for name in names if any(name in row for row in rows)]
-    figure, panels = plt.subplots(2, 3, figsize=(11, 5.6), layout="constrained")
+    figure, panels = plt.subplots(2, 4, figsize=(14, 5.6), layout="constrained")
     for panel, name in zip(panels.flat, shown, strict=False):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        panel.plot(*zip(*points, strict=True), linewidth=1)
+        panel.plot(*zip(*points, strict=True), linewidth=1, marker="." if len(points) < len(rows) else "")
         panel.set(title=name, xlabel="step")
         panel.grid(alpha=0.3)
     for panel in list(panels.flat)[len(shown) :]:

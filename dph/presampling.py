@@ -62,7 +62,7 @@ def _make_partition(policy: Policy, data: PromptSet, config: Config, folder: Pat
     work = _Work(policy, data.task, config, folder / "progress.jsonl", fingerprint)
     k, count = wanted.responses, wanted.rehearsal_responses
     work.ask("first", prompts, range(k), keep=not wanted.confirm)
-    near_perfect = [prompt for prompt in prompts if sum(work["first", prompt]["rewards"]) >= wanted.threshold]
+    near_perfect = [prompt for prompt in prompts if work.correct("first", prompt) >= wanted.threshold]
     stage = "first"
     d_pef = near_perfect
     if wanted.confirm:
@@ -95,6 +95,10 @@ class _Work:
     def __getitem__(self, key: tuple[str, Prompt]) -> dict[str, Any]:
         stage, prompt = key
         return self.done[stage, prompt.index]
+
+    def correct(self, stage: str, prompt: Prompt) -> int:
+        """How many answers were right: a reward of 1, not of a half."""
+        return sum(reward == 1 for reward in self[stage, prompt]["rewards"])
 
     def ask(self, stage: str, prompts: list[Prompt], samples: range, keep: bool) -> None:
         """Draws and judges answers of pi_ref, in portions that are noted whole.
@@ -133,7 +137,7 @@ def _write(folder: Path, work: _Work, prompts: Sequence[Prompt], pef: set[int], 
     rows: list[dict[str, Any]] = []
     outcomes: Counter[str] = Counter()
     for prompt in prompts:
-        correct = int(sum(work["first", prompt]["rewards"]))
+        correct = work.correct("first", prompt)
         dropped = wanted.drop_unsolved and correct == 0
         chosen = "pef" if prompt.index in pef else "dropped" if dropped else "exp"
         rows.append({"prompt": prompt.index, "set": chosen, "correct": correct})

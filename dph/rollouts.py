@@ -17,6 +17,14 @@ from torch import Tensor
 from dph.model import Layout
 
 
+class TopTokens(NamedTuple):
+    """What is stored of a distribution at each of T positions: its K likeliest tokens, and the rest as one."""
+
+    ids: Tensor  # (T, K) int64
+    logprobs: Tensor  # (T, K) of these tokens
+    rest: Tensor  # (T,) log of the mass of all others
+
+
 @dataclass
 class Rollout:
     """One answer to one prompt."""
@@ -29,7 +37,7 @@ class Rollout:
     finished: bool  # False where the length limit cut it
     reward: float = 0.0
     ref_logprobs: list[float] | None = None  # pi_ref's, where a loss on own samples needs them
-    top: tuple[Tensor, Tensor] | None = None  # pi_ref's K likeliest tokens (T, K) and their log-probabilities (E10)
+    top: "TopTokens | None" = None  # pi_ref's likeliest tokens at each position (E10)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
@@ -52,8 +60,9 @@ class Batch(NamedTuple):
     mask: Tensor  # (B, T) True at response tokens
     logprobs: Tensor  # (B, T) of the policy that wrote them, 0 at padding
     ref_logprobs: Tensor  # (B, T) of pi_ref, 0 at padding and where not known
-    top_ids: Tensor | None = None  # (B, T, K) see Rollout.top
+    top_ids: Tensor | None = None  # (B, T, K) see TopTokens
     top_logprobs: Tensor | None = None  # (B, T, K)
+    top_rest: Tensor | None = None  # (B, T)
 
 
 def collate(rollouts: Sequence[Rollout], device: torch.device | str) -> Batch:
@@ -114,8 +123,7 @@ def _by_row(rollouts: Sequence[Rollout]) -> list[Tensor]:
     ref_logprobs = [x for rollout in rollouts for x in rollout.ref_logprobs or [0.0] * len(rollout.tokens)]
     tensors = [mask, padded(torch.tensor(logprobs), mask), padded(torch.tensor(ref_logprobs), mask)]
     if tops := [rollout.top for rollout in rollouts if rollout.top is not None]:
-        tensors.append(padded(torch.cat([ids for ids, _ in tops]), mask))
-        tensors.append(padded(torch.cat([logprobs for _, logprobs in tops]), mask))
+        tensors += [padded(torch.cat(parts), mask) for parts in zip(*tops, strict=True)]
     return tensors
 
 
@@ -163,8 +171,9 @@ def pack(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     tensors["prompt_lengths"] = torch.tensor([len(rollout.prompt_tokens) for rollout in rollouts], dtype=torch.int64)
     tensors["lengths"] = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.int64)
     if tops := [rollout.top for rollout in rollouts if rollout.top is not None]:
-        tensors["top_ids"] = torch.cat([ids for ids, _ in tops]).int()
-        tensors["top_logprobs"] = torch.cat([logprobs for _, logprobs in tops])
+        tensors["top_ids"] = torch.cat([top.ids for top in tops]).int()
+        tensors["top_logprobs"] = torch.cat([top.logprobs for top in tops])
+        tensors["top_rest"] = torch.cat([top.rest for top in tops])
     return tensors
 
 
@@ -173,10 +182,11 @@ def unpack(tensors: Mapping[str, Tensor]) -> list[Rollout]:
     lengths = tensors["lengths"].tolist()
     columns: dict[str, Iterable[Any]] = {name: tensors[name].tolist() for name in SINGLE}
     for name in RAGGED:
-        pieces = tensors["prompt_lengths"].tolist() if name == "prompt_tokens" else lengths
-        columns[name] = [piece.tolist() for piece in torch.split(tensors[name], pieces)]
+        sizes = tensors["prompt_lengths"].tolist() if name == "prompt_tokens" else lengths
+        columns[name] = [piece.tolist() for piece in torch.split(tensors[name], sizes)]
     if "top_ids" in tensors:
-        ids = torch.split(tensors["top_ids"].long(), lengths)
-        columns["top"] = zip(ids, torch.split(tensors["top_logprobs"], lengths), strict=True)
+        stored = (tensors["top_ids"].long(), tensors["top_logprobs"], tensors["top_rest"])
+        pieces = [torch.split(tensor, lengths) for tensor in stored]
+        columns["top"] = [TopTokens(*parts) for parts in zip(*pieces, strict=True)]
     rows = zip(*columns.values(), strict=True)
     return [Rollout(**dict(zip(columns, row, strict=True))) for row in rows]

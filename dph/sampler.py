@@ -16,6 +16,7 @@ Sampling is from softmax(logits / temperature); the log-probabilities returned a
 top_p < 1 cuts the tail of what is drawn. Temperature 0 is argmax (scored at temperature 1).
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dph.errors import UserError
 from dph.model import Decoder, KVCache
 from dph.rollouts import Rollout
 from dph.tasks.base import Prompt
@@ -66,7 +68,7 @@ def sample_stream(
         prompts: each with its index, which keys the random stream together with the sample's number, and its tokens.
         samples: for each prompt the numbers of the answers wanted.
 
-    Raises: ValueError for an empty prompt or the same (prompt, sample) twice.
+    Raises: ValueError for an empty prompt or the same (prompt, sample) twice; UserError where logits are not finite.
     """
     waiting: deque[_Job] = deque()
     for prompt, numbers in zip(prompts, samples, strict=True):
@@ -151,6 +153,11 @@ class _Slots:
             job, length = self.jobs[slot], lengths[row]
             assert job is not None
             self.jobs[slot] = None
+            if not all(map(math.isfinite, logprobs[row][:length])):
+                raise UserError(
+                    f"the model's logits are not finite after prompt {job.prompt.index} (its answer {job.sample}): "
+                    "weights or activations have overflowed"
+                )
             finished = tokens[row][length - 1] in self.settings.end_ids
             prompt, answer = job.prompt, tokens[row][:length]
             yield Rollout(prompt.index, job.sample, prompt.tokens, answer, logprobs[row][:length], finished)
@@ -295,6 +302,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> 
         tokens = _draw_nucleus(probs, uniforms, top_p)
     else:
         tokens = inverse_cdf(probs, uniforms)
+    tokens = tokens.clamp(max=probs.shape[1] - 1)  # NaN has no place in a cumulative sum; its log-probability tells
     return tokens, probs.gather(1, tokens[:, None])[:, 0].log().float()
 
 

@@ -24,7 +24,7 @@ from dph.cli import StopSignals
 from dph.collector import REHEARSAL, Collector, shuffled
 from dph.config import Config
 from dph.errors import UserError
-from dph.evaluation import evaluate, summarise
+from dph.evaluation import evaluate, load_base, summarise
 from dph.losses import group_advantages
 from dph.metrics import Meter, RunLog
 from dph.model import Decoder
@@ -79,9 +79,9 @@ class Trainer:
                 metrics = self.train_step()
                 step = self.state.step
                 if train.eval_every and step % train.eval_every == 0:
-                    metrics["eval"] = self._evaluate(step)
+                    metrics |= self._evaluate(step)
                 log.write(step, metrics)
-                bar.set_postfix_str(f"reward {metrics['reward']:.3f}")
+                bar.set_postfix_str(f"reward {metrics['reward']:.3f}" if "reward" in metrics else "no rollouts")
                 bar.update()
                 due = step == train.steps or (train.save_every and step % train.save_every == 0)
                 stop = signals.anywhere()
@@ -124,15 +124,18 @@ class Trainer:
     def _updates(
         self, rollouts: list[Rollout], advantages: Tensor, stored: list[Rollout], pef_rollouts: list[Rollout]
     ) -> Iterator[Update]:
-        """A step's rows dealt out to its updates: each pass goes through all rollouts, stored answers are used once."""
+        """A step's rows dealt out to its updates, groups as wholes.
+
+        Each pass goes through all rollouts; stored answers, and new ones to their prompts, are used once.
+        """
         train = self.config.train
         count = train.updates_per_step * train.passes
+        groups = torch.arange(len(rollouts)) // train.responses_per_prompt
         for number in range(count):
-            rows = slice(number % train.updates_per_step, None, train.updates_per_step)
-            rehearsed = slice(number, None, count)
-            update = make_update(
-                self.config, rollouts[rows], advantages[rows], stored[rehearsed], pef_rollouts[rehearsed]
-            )
+            mine = (groups % train.updates_per_step == number % train.updates_per_step).nonzero()[:, 0]
+            explored = [rollouts[row] for row in mine.tolist()]
+            share = slice(number, None, count)
+            update = make_update(self.config, explored, advantages[mine], stored[share], pef_rollouts[share])
             if update.tokens:  # else there is nothing to learn from: not even a step along the old moments
                 yield update
 
@@ -159,18 +162,21 @@ class Trainer:
             raise UserError(f"{SKIPS} updates in a row had no finite gradient; lower optim.lr or loss.eta")
 
     def _evaluate(self, step: int) -> dict[str, Any]:
-        """A small evaluation; eight answers of each set go to samples.jsonl."""
+        """A small evaluation: `eval` by set, `kl_to_base` on the first; eight answers of each go to samples.jsonl."""
         settings = self.config.eval
         summaries: dict[str, Any] = {}
+        # pi_ref is in memory for this alone, unless the loss keeps it there.
+        base = self.collector.reference or load_base(self.policy, self.policy.folder)
         for data in self.eval_sets:
             few = PromptSet(data.task, data.prompts[: settings.during_prompts])
-            result, answers = evaluate(self.policy, few, self.config, settings.during_samples, False, bar=False)
+            result, answers = evaluate(self.policy, few, self.config, settings.during_samples, False, base, bar=False)
             summaries[data.task.name] = summarise(result, settings.k)
             shown = answers[:: -(-len(answers) // 8)]
             rows = [{"step": step, **few.sample_row(a.rollout.prompt, a.text, a.reward)} for a in shown]
             append_rows(self.config.run_folder / "samples.jsonl", rows)
-        if summaries:
-            score = summaries[self.eval_sets[0].task.name]["pass@1"][0]
-            if score > self.state.best:
-                self.state.best, self.state.best_step = score, step
-        return summaries
+        if not summaries:
+            return {"eval": summaries}
+        first = summaries[self.eval_sets[0].task.name]
+        if first["pass@1"][0] > self.state.best:
+            self.state.best, self.state.best_step = first["pass@1"][0], step
+        return {"eval": summaries, "kl_to_base": first["kl_to_base"]}

@@ -67,8 +67,6 @@ def make_update(
     for kind, rows in kinds.items():
         lengths = torch.tensor([len(rollout.tokens) for rollout in rows])
         denominators[kind] = denominator(lengths, loss.aggregation, length)
-        if kind == "stored" and loss.level == "sequence":  # its values sum to one number a row: average those
-            denominators[kind] = denominator(lengths, "sequence-sum", 1)
     trained = list(range(len(rollouts)))
     if not loss.penalises_rollouts and not loss.entropy:  # both pull on every row
         trained = [row for row, advantage in enumerate(advantages.tolist()) if advantage != 0]

@@ -112,11 +112,11 @@ case("a threshold above the samples", "--presample.threshold=3")
 case("a plain form of another divergence", "--loss.divergence_form=plain")
 case("an estimator for reverse KL alone", "--loss.samples=own")
 case("two things that exclude each other", "--loss.samples=both", "--presample.top_k=4")
-case("an unbounded generator of sequences", "--loss.level=sequence", "--loss.divergence=forward_kl")
+case("a key that is gone", "--loss.level=sequence")
 case("one beta", "--optim.betas=[0.9]")
 case("a dual clip below 1", "--loss.dual_clip=0.5")
 case("more updates than rows", "--train.updates_per_step=9")
-case("a penalty longer than an answer", "--loss.overlong_buffer=3")
+case("a penalty longer than an answer", "--train.overlong_buffer=3")
 case("a k above the samples", "--eval.k=[1, 8]")
 case("a run's name that is a path", "--run.name=../x")
 case("no run's name", "--run.name=")
@@ -342,7 +342,7 @@ def test_what_is_unusual_but_right_is_taken(whole: Path, tmp_path: Path) -> None
     (tmp_path / "small.toml").write_bytes(b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode())
     data = '\ufeff{"question": "1\u2028+ 1?", "answer": "2"}\r\n\r\n{"question": "2?", "answer": 2}'
     (tmp_path / "x.jsonl").write_text(data, encoding="utf-8")
-    CASES["right"] = ("train", ["small.toml", "--data.train=math:x.jsonl", "--train.prompts_per_step=1"], None)
+    CASES["right"] = ("train", ["small.toml", "--data.train=math:x.jsonl", "--train.prompts_per_step=2"], None)
     try:
         assert answered("right", tmp_path)[0] == 0
     finally:

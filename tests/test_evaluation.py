@@ -6,15 +6,18 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 
 from dph.answering import Policy
 from dph.config import load_config
-from dph.evaluation import evaluate, evaluate_model, interval, keep_explore, pass_at_k, summarise
+from dph.evaluation import evaluate, evaluate_model, interval, keep_explore, kl_to_base, pass_at_k, summarise
 from dph.model import load_model
 from dph.plots import plot_run, table
 from dph.prompts import tokenize
+from dph.sampler import SamplingSettings, sample
+from dph.tasks.base import Prompt
 from dph.tokenizer import load_tokenizer
-from tests.helpers import WordTask, tiny_folder
+from tests.helpers import WordTask, tiny_folder, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,20 @@ def test_keep_and_explore() -> None:
     keep, explore = keep_explore({0: 1}, {0: 1})
     assert keep == 1
     assert math.isnan(explore)
+
+
+def test_the_distance_from_the_base_is_the_kl_divergence(tmp_path: Path) -> None:
+    """Answers of one token over a small vocabulary: the estimate against the sum over all tokens."""
+    config = load_config(None, ["--sampling.max_new_tokens=1", "--eval.samples=512"])
+    policy, base = (tiny_model(seed, vocab=7, dtype=torch.float64, scale=0.15) for seed in (0, 1))
+    prompt = Prompt(0, tokens=[1, 2, 3])
+    rollouts = sample(policy, [prompt], [range(4096)], SamplingSettings((0,), (), 1, max_rows=512))
+    with torch.no_grad():
+        new, old = (m.logits(m(torch.tensor([prompt.tokens]))[0, -1]).log_softmax(-1) for m in (policy, base))
+    exact = float((new.exp() * (new - old)).sum())
+    assert exact > 0.05
+    assert kl_to_base(policy, base, rollouts, config)[0] == pytest.approx(exact, rel=0.1)
+    assert kl_to_base(policy, policy, rollouts, config)[0] == 0
 
 
 def test_an_evaluation_from_a_folder_to_table_json_and_picture(tmp_path: Path) -> None:

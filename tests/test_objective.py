@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dph import divergences, losses
+from dph import divergences, losses, scoring
 from dph.collector import overlong_penalty
 from dph.config import load_config
 from dph.divergences import make_divergence
@@ -43,7 +43,7 @@ def test_the_two_halves_of_js_have_the_generators_gradient(size: int) -> None:
     logits, ref = policies(size)
     logprobs, mask = logits.log_softmax(0)[:, None], torch.ones(size, 1, dtype=torch.bool)
     first = (ref.exp()[:, None] * losses.js_reference_half(logprobs, ref[:, None], mask)).sum()
-    second = (logprobs.detach().exp() * losses.js_own_half(logprobs, ref[:, None], mask)).sum()
+    second = (logprobs.detach().exp() * losses.js_own_half(logprobs, logprobs.detach(), ref[:, None], mask, 2.0)).sum()
     generator = (ref.exp() * make_divergence("js").f(logits.log_softmax(0) - ref)).sum()
     halves = torch.autograd.grad(first + second, logits, retain_graph=True)[0]
     torch.testing.assert_close(halves, torch.autograd.grad(generator, logits)[0])
@@ -82,10 +82,40 @@ def test_js_by_definition_trains_with_an_online_reference(tmp_path: Path) -> Non
 
 
 def distribution_loss(logits: Tensor, ref: Tensor, k: int, name: str) -> Tensor:
-    ids = ref.topk(k).indices
-    top, ref_top = logits.log_softmax(0)[ids], ref[ids]
+    """E10 at one position, through the scorer: a model of one state whose logits these are."""
+    ids = ref.topk(k).indices[None]
+    head = scoring._Head.apply(logits.new_ones(1, 1), logits[:, None], ids[:, [0, *range(k)]], False)  # type: ignore[no-untyped-call]
+    top, rest = head[0][:, 1:], head[1]
+    others = ref.clone()
+    others[ids[0]] = -math.inf
     divergence = make_divergence(name, alpha=0.3, skew=0.2)
-    return losses.stored_distribution_loss(top[None, None], ref_top[None, None], HERE, divergence)[0, 0]
+    ref_top, ref_rest = ref[ids], others.logsumexp(0)[None]
+    return losses.stored_distribution_loss(top[None], rest[None], ref_top[None], ref_rest[None], HERE, divergence)[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "value"), [(1e-4, 3.9120730), (1e-6, 6.2146081), (1e-7, 7.3659008), (1e-12, 13.1223634)]
+)
+def test_the_rest_keeps_its_value_and_its_pull_however_little_of_it_is_left(forgotten: float, value: float) -> None:
+    """ref (.5, .5), K = 1: pi_theta(rest) = 1e-12 in fp32, by logits that hold it; exact value and gradient .5."""
+    logits = torch.tensor([math.log1p(-forgotten), math.log(forgotten)], requires_grad=True)
+    ref = torch.tensor([0.5, 0.5], dtype=torch.float64).log()
+    theta = torch.tensor([1 - forgotten, forgotten], dtype=torch.float64)
+    assert float((ref.exp() * make_divergence("forward_kl").f(theta.log() - ref)).sum()) == pytest.approx(value)
+    loss = distribution_loss(logits, ref.float(), 1, "forward_kl")
+    assert loss.item() == pytest.approx(value, rel=1e-3)
+    gradient = torch.autograd.grad(loss, logits)[0]
+    assert gradient.tolist() == pytest.approx([0.5 - forgotten, -0.5 + forgotten], rel=1e-3)
+
+
+def test_a_rest_of_a_twentieth_behind_four_tokens_keeps_its_pull_too() -> None:
+    ref = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.03, 0.02], dtype=torch.float64).log()
+    theta = torch.tensor([0.4, 0.3, 0.2, 0.1 - 1e-9, 6e-10, 4e-10], dtype=torch.float64).log()
+    double, single = theta.clone().requires_grad_(), theta.float().requires_grad_()
+    exact = torch.autograd.grad(distribution_loss(double, ref, 4, "forward_kl"), double)[0]
+    assert exact[4:].sum().item() == pytest.approx(-0.05, rel=1e-5)
+    found = torch.autograd.grad(distribution_loss(single, ref.float(), 4, "forward_kl"), single)[0]
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", list(divergences.GENERATORS))
@@ -131,20 +161,49 @@ def test_the_sum_over_tokens_is_the_sequences_divergence_for_the_forward_kl_alon
     )
     mask, chance, divergence = torch.ones(27, 3, dtype=torch.bool), ref.sum(1).exp(), make_divergence(name)
     by_token = (chance * losses.rehearsal_loss(theta, ref, mask, divergence).sum(1)).sum().item()
-    by_sequence = (chance * losses.rehearsal_loss(theta, ref, mask, divergence, "sequence").sum(1)).sum().item()
     exact = (chance * divergence.f(theta.sum(1) - ref.sum(1))).sum().item()
-    assert by_sequence == pytest.approx(exact)
     assert (by_token == pytest.approx(exact)) is equal
 
 
-def test_the_sequence_level_masks_and_averages_over_answers(tmp_path: Path) -> None:
-    logprobs, ref = torch.tensor([[-1.0, -2.0, math.nan]]), torch.tensor([[-1.5, -1.0, math.nan]])
-    values = losses.rehearsal_loss(
-        logprobs, ref, torch.tensor([[True, True, False]]), make_divergence("js"), "sequence"
-    )
-    assert values.sum().item() == pytest.approx(make_divergence("js").f(torch.tensor(-0.5)).item())
-    made = trainer(tmp_path, *JS, "--loss.level=sequence", "--train.steps=1")
-    made.run()
+def test_the_u_of_a_whole_answer_has_a_gradient_without_bound_which_is_why_it_is_not_offered() -> None:
+    """js, log u = .59 a token, 300 tokens: one token's gradient through the product, and through its own u."""
+    log_u = torch.full((300,), 0.59, dtype=torch.float64, requires_grad=True)
+    js = make_divergence("js")
+    whole = torch.autograd.grad(js.f(log_u.sum()), log_u)[0]
+    assert whole[0] > 1e30
+    assert torch.autograd.grad(js.f(log_u).sum(), log_u)[0].max() < 1
+    with pytest.raises(UserError, match=r"loss\.level is gone"):
+        load_config(None, ["--loss.level=sequence"])
+
+
+# Own samples of an older policy
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient"),
+    [("exact", 0.1977502), ("k3", 0.4), ("k3_importance", 0.1977502), ("js_own_half", 0.0393181)],
+)
+def test_penalties_on_samples_of_an_older_policy_have_the_gradient_of_the_present_one(
+    loss: str, gradient: float
+) -> None:
+    """theta (.9, .1), ref (.5, .5), samples of old (.7, .3): the ratios 9/7 and 1/3 stay below the cap."""
+    logits, ref = policies()
+    old = torch.tensor([0.7, 0.3], dtype=torch.float64).log()
+    logprobs, mask = logits.log_softmax(0)[:, None], torch.ones(2, 1, dtype=torch.bool)
+    if loss == "js_own_half":
+        values = losses.js_own_half(logprobs, old[:, None], ref[:, None], mask, 2.0)
+    else:
+        reverse_kl = make_divergence("reverse_kl")
+        values = losses.penalty_loss(logprobs, old[:, None], ref[:, None], mask, reverse_kl, loss, 2.0)
+    found = torch.autograd.grad((old.exp()[:, None] * values).sum(), logits)[0]
+    assert found[0].item() == pytest.approx(gradient, abs=1e-7)
+
+
+def test_importance_weights_are_the_ratio_up_to_the_cap_and_carry_no_gradient() -> None:
+    logprobs = torch.tensor([[0.5, 1.0, 3.0]]).log().requires_grad_()
+    weights = losses.importance_weights(logprobs, torch.zeros(1, 3), torch.ones(1, 3).bool(), 2.0)
+    assert weights.tolist()[0] == pytest.approx([0.5, 1.0, 2.0])
+    assert not weights.requires_grad
 
 
 # E9: the baselines
@@ -168,6 +227,16 @@ def test_dynamic_sampling_replaces_groups_without_variance_and_counts_its_cost(t
     assert made.state.drawn > 3
 
 
+def test_dynamic_sampling_asks_the_grader_not_the_reward_that_a_penalty_has_shaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All wrong, of unequal length, and the overlong penalty makes their rewards differ: no group may stay."""
+    made = trainer(tmp_path, "--train.dynamic_sampling=1", "--train.overlong_buffer=7", "--train.steps=1")
+    monkeypatch.setattr(type(made.collector.task), "rewards", lambda self, pairs: [Reward.of("wrong") for _ in pairs])
+    experience = made.collector.collect(made.state, [], Meter())
+    assert experience.rollouts == []
+
+
 def test_dynamic_sampling_gives_up_after_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(tmp_path, "--train.dynamic_sampling=2", "--train.steps=1")
     monkeypatch.setattr(type(made.collector.task), "rewards", lambda self, pairs: [Reward.of("wrong") for _ in pairs])
@@ -176,12 +245,15 @@ def test_dynamic_sampling_gives_up_after_its_rounds(tmp_path: Path, monkeypatch:
     row = comparable(tmp_path)[0]
     assert row["sampling_gave_up"] == 1
     assert row["sampling_rounds"] == 3
+    assert "reward" not in row, "there is no mean of nothing"
+    assert "length" not in row
+    assert row["pass_rate"] == 0
     assert torch.equal(before, weights(made))
 
 
 def test_the_overlong_penalty_lowers_rewards_but_not_the_pass_rate(tmp_path: Path) -> None:
     plain, shaped = (
-        trainer(tmp_path / name, *more).train_step() for name, more in (("a", []), ("b", ["--loss.overlong_buffer=4"]))
+        trainer(tmp_path / name, *more).train_step() for name, more in (("a", []), ("b", ["--train.overlong_buffer=4"]))
     )
     assert shaped["pass_rate"] == plain["pass_rate"]
     assert shaped["reward"] < plain["reward"]
@@ -200,8 +272,8 @@ def test_the_entropy_bonus_raises_the_entropy(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--loss.samples=both", "--loss.divergence=forward_kl"], "definition of loss.divergence = 'js'"),
-        (["--loss.level=sequence", "--loss.divergence=forward_kl"], "needs a bounded generator"),
-        (["--loss.overlong_buffer=512"], "below sampling.max_new_tokens"),
+        (["--presample.top_k=4"], "is now called presample.stored_top_k"),
+        (["--train.overlong_buffer=512"], "below sampling.max_new_tokens"),
         (["--loss.samples=own", "--loss.divergence=js"], "needs loss.penalty_estimator = 'exact'"),
     ],
 )
@@ -214,9 +286,9 @@ OLD, NEW, REF = [-1.5, -2.0], [-1.0, -2.0], [-1.2, -2.5]  # rho = e^.5, 1; log u
 HAND_COMPUTED = {
     "grpo": -(1.2 + 1) / 2,
     "dapo": -(1.28 + 1) / 2,
-    "rkl_k3": (0.0187308 + 0.1065307) / 2,
+    "rkl_k3": (1.6487213 * 0.0187308 + 0.1065307) / 2,
     "rkl_k3_importance": (1.6487213 * 0.0187308 + 0.1065307) / 2,
-    "rkl_exact": (0.2 * -1 + 0.5 * -2) / 2,
+    "rkl_exact": (1.6487213 * 0.2 * -1 + 0.5 * -2) / 2,
     "replay": -(0.2 + 0.5) / 2,
     "dph_f": (0.0214028 + 0.1487213) / 2,
     "dph_js": (0.0055258 + 0.0401280) / 2,
@@ -234,7 +306,7 @@ def test_each_baselines_loss_on_a_batch_computed_by_hand(method: str) -> None:
     if method in ("grpo", "dapo"):
         values = losses.clipped_loss(new, old, one, mask, 0.2, 0.2 if method == "grpo" else 0.28)
     elif name == "rkl":
-        values = losses.penalty_loss(new, old, ref, mask, make_divergence("reverse_kl"), estimator)
+        values = losses.penalty_loss(new, old, ref, mask, make_divergence("reverse_kl"), estimator, 10.0)
     elif method == "dph_js_definition":
         values = losses.js_reference_half(new, ref, mask)
     else:
@@ -295,8 +367,9 @@ def test_presampling_stores_distributions_and_training_uses_them(tmp_path: Path)
     partition, *_ = make(tmp_path, "--presample.stored_top_k=7")
     for r in partition.rehearsal:
         assert r.top is not None
-        ids, logprobs = r.top
+        ids, logprobs, rest = r.top
         assert ids.shape == logprobs.shape == (len(r.tokens), 7)
+        torch.testing.assert_close(rest.exp() + logprobs.exp().sum(-1), torch.ones(len(r.tokens)), atol=1e-5, rtol=0)
         among = (ids == torch.tensor(r.tokens)[:, None]).any(1)
         found = logprobs[ids == torch.tensor(r.tokens)[:, None]]
         torch.testing.assert_close(found, torch.tensor(r.logprobs)[among], atol=1e-5, rtol=0)

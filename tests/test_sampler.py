@@ -1,12 +1,14 @@
 """The sampler: what a row says is its own affair, and what is drawn is the distribution that is scored."""
 
 import itertools
+import math
 import random
 
 import numpy as np
 import pytest
 import torch
 
+from dph.errors import UserError
 from dph.model import Decoder
 from dph.rollouts import Rollout, collate
 from dph.sampler import SamplingSettings, draw, inverse_cdf, nucleus, sample
@@ -172,6 +174,16 @@ def test_a_prompt_is_prefilled_once_for_all_its_answers(monkeypatch: pytest.Monk
     monkeypatch.setattr(Decoder, "forward", counted)
     answers(model, 9, max_rows=4)
     assert sum(prefilled) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_said_with_their_prompt(temperature: float, poison: float) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.norm.weight[0] = poison
+    with pytest.raises(UserError, match=r"logits are not finite after prompt \d \(its answer \d\)"):
+        answers(model, temperature=temperature)
 
 
 def test_nothing_asked_nothing_said_and_mistakes_are_named(model: Decoder) -> None:

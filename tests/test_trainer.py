@@ -18,7 +18,7 @@ from dph.errors import UserError
 from dph.metrics import Meter
 from dph.model import load_model
 from dph.presampling import Partition
-from dph.prompts import tokenize
+from dph.prompts import PromptSet, tokenize
 from dph.rollouts import Rollout
 from dph.sampler import SamplingSettings, sample
 from dph.tokenizer import load_tokenizer
@@ -228,6 +228,37 @@ def test_passes_go_through_all_rollouts_again_and_leave_the_ratio_one_only_in_th
     assert denominators == [metrics["sampled_tokens"]] * 3, "each update counts all rollouts"
     assert made.state.updates == 3
     assert metrics["clip_high_fraction"] + metrics["clip_low_fraction"] > 0
+
+
+def test_every_update_takes_whole_groups(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "--train.prompts_per_step=4", "--train.updates_per_step=2")
+    rollouts = made.collector.collect(made.state, [], Meter()).rollouts
+    updates = list(made._updates(rollouts, torch.ones(16), [], []))
+    prompts = [[rollout.prompt for rollout in update.rollouts] for update in updates]
+    assert [len(set(numbers)) for numbers in prompts] == [2, 2]
+    assert sorted(prompts[0] + prompts[1]) == sorted(rollout.prompt for rollout in rollouts)
+    assert not set(prompts[0]) & set(prompts[1])
+
+
+@pytest.mark.parametrize("method", ["dapo", "dph_js", "definition", "rkl_exact", "replay"])
+def test_metrics_are_of_the_same_things_for_every_method(tmp_path: Path, method: str) -> None:
+    options = {**METHODS, "definition": [*JS, "--loss.samples=both"]}[method]
+    made = trainer(tmp_path, *options, "--train.updates_per_step=1")
+    metrics = made.train_step()
+    assert metrics["pass_rate"] == pytest.approx(metrics["reward"]), "of explored prompts alone"
+    assert 0.5 < metrics["entropy"] < 5, "nats a token, over all rollouts"
+    if method != "dapo":
+        assert metrics["divergence"] >= 0
+
+
+def test_the_distance_from_the_base_is_measured_at_each_evaluation(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "--train.eval_every=2", "--optim.lr=3e-3", "--eval.during_samples=16")
+    made.eval_sets = [PromptSet(made.collector.task, made.collector.explored)]
+    assert made._evaluate(0)["kl_to_base"] == pytest.approx(0, abs=1e-6)
+    made.run()
+    rows = comparable(tmp_path)
+    assert ["kl_to_base" in row for row in rows] == [False, True, False, True]
+    assert 1e-3 < rows[1]["kl_to_base"] < rows[3]["kl_to_base"] < 5
 
 
 def test_warm_up_is_linear(tmp_path: Path) -> None:
