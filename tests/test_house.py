@@ -13,7 +13,7 @@ LEVELS = [
     {"answering", "metrics"},
     {"presampling", "evaluation", "collector"},
     {"plots", "cli"},
-    {"trainer"},
+    {"trainer", "inspect"},
     {"study_plan"},
     {"study_measure", "study_report"},
     {"study_plots"},
@@ -21,7 +21,16 @@ LEVELS = [
 ]
 SOURCES = [*sorted((ROOT / "dph").rglob("*.py")), *(ROOT / f"{name}.py" for name in ("train", "presample", "evaluate"))]
 MAY_ALSO_IMPORT = {"miniature_base": {"model", "tokenizer"}, "prompts": {"tokenizer"}}  # of dph/tasks
-OUTSIDE_THE_COUNT = ("distributed", "plots", "study", "study_plan", "study_measure", "study_report", "study_plots")
+OUTSIDE_THE_COUNT = (
+    "distributed",
+    "inspect",
+    "plots",
+    "study",
+    "study_plan",
+    "study_measure",
+    "study_report",
+    "study_plots",
+)
 
 
 def level(module: str) -> int:
