@@ -14,6 +14,7 @@ import argparse
 import html
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -212,18 +213,22 @@ def limit(values: Sequence[float]) -> float:
 
 
 def card(kind: str, prompt: int, answers: Sequence[Shown], data: PromptSet, tokenizer: Tokenizer) -> str:
-    """One prompt and its answers."""
+    """One prompt and its answers; those that are token for token the same stand there once, with their count."""
     question = next(q.prompt for q in data.questions if q.prompt.index == prompt)
     asked = html.escape(question.messages[-1]["content"])
     gold = ", ".join(f"{name}: {value}" for name, value in data.task.record(question).items())
     right = sum(each.right for each in answers)
-    note = html.escape(f"{WORDS[kind]} prompt {prompt}, {right} of {len(answers)} right. {gold}")
+    counts = Counter(tuple(each.rollout.tokens) for each in answers)
+    distinct = {tuple(each.rollout.tokens): each for each in answers}
+    found = f"{right} of {len(answers)} right, {len(distinct)} distinct"
+    note = html.escape(f"{WORDS[kind]} prompt {prompt}: {found}. {gold}")
     head = f'<p class="prompt">{asked}</p><p class="note">{note}</p>'
-    return f'<section data-kind="{kind}">{head}{"".join(row(each, tokenizer) for each in answers)}</section>'
+    rows = [row(each, counts[tokens], tokenizer) for tokens, each in distinct.items()]
+    return f'<section data-kind="{kind}">{head}{"".join(rows)}</section>'
 
 
-def row(each: Shown, tokenizer: Tokenizer) -> str:
-    """One answer, a span for each token."""
+def row(each: Shown, count: int, tokenizer: Tokenizer) -> str:
+    """One answer that was given `count` times, a span for each token."""
     verdict = "right" if each.right else "wrong"
     advantage = "" if each.advantage is None else f"{each.advantage:.4g}"
     note = "stored" if each.advantage is None else f"A = {each.advantage:+.2f}".replace("-", "−")
@@ -237,9 +242,10 @@ def row(each: Shown, tokenizer: Tokenizer) -> str:
         tip += f", u f'(u) {pull:+.3f}"
         values = f'data-u="{theta - ref:.4g}" data-pull="{pull:.4g}"'
         spans.append(f'<span class="t" {values} title="{html.escape(tip)}">{html.escape(text)}</span>')
-    badge = f'<span class="badge">{"✓" if each.right else "✗"} {verdict}</span><span class="note">{note}</span>'
+    badge = f'<span class="badge">{"✓" if each.right else "✗"} {verdict}</span>'
+    badge += f'<span class="note">{count} ×</span><span class="note">{note}</span>'
     tokens = f'<span class="tokens">{"".join(spans)}{ended}</span>'
-    return f'<div class="answer {verdict}" data-advantage="{advantage}">{badge}{tokens}</div>'
+    return f'<div class="answer {verdict}" data-count="{count}" data-advantage="{advantage}">{badge}{tokens}</div>'
 
 
 def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:

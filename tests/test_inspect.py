@@ -15,12 +15,15 @@ from safetensors.torch import load_file
 
 import train
 from dph.cli import run_command
+from dph.config import load_config
 from dph.divergences import make_divergence
 from dph.errors import UserError
-from dph.inspect import Shown, inspect, limit, main, pieces, row
+from dph.inspect import Shown, card, inspect, limit, main, pieces, row
 from dph.losses import group_advantages
 from dph.model import load_model
 from dph.rollouts import Rollout, unpack
+from dph.tasks import load_task
+from dph.tasks.prompts import tokenize
 from dph.tokenizer import load_tokenizer
 from tests.helpers import SMALL_RUN, rollout, tiny_folder
 
@@ -101,14 +104,20 @@ def logprobs(folder: Path, given: Rollout) -> torch.Tensor:
 
 
 def recorded(run: Path) -> list[Rollout]:
+    """The last step's rollouts."""
     flat = load_file(run / "rollouts" / "step-2.safetensors")
     return unpack({key.removeprefix("rollouts."): x for key, x in flat.items() if key.startswith("rollouts.")})
+
+
+def once(rollouts: Sequence[Rollout], values: Sequence) -> list:
+    """The values of different answers, in order."""
+    return list({(given.prompt, *given.tokens): x for given, x in zip(rollouts, values, strict=True)}.values())
 
 
 def test_tokens_carry_log_u_and_its_pull(run: Path) -> None:
     answers = [answer for answer in Page(inspect(run)).answers if answer["data-advantage"]]
     js = make_divergence("js")
-    for answer, given in zip(answers, recorded(run), strict=True):
+    for answer, given in zip(answers, once(recorded(run), recorded(run)), strict=True):
         log_u = logprobs(run / "checkpoints" / "step-2", given) - logprobs(run.parent / "model", given)
         assert [float(t["data-u"]) for t in answer["tokens"]] == pytest.approx(log_u.tolist(), rel=1e-3, abs=1e-4)
         pull = log_u.exp() * js.derivative(log_u)
@@ -120,24 +129,29 @@ def test_answers_carry_their_verdict_and_advantage(run: Path) -> None:
     answers = [answer for answer in Page(inspect(run)).answers if answer["data-advantage"]]
     given, tokenizer = recorded(run), load_tokenizer(run.parent / "model")
     right = [tokenizer.decode(r.tokens)[:1] < "h" and tokenizer.decode(r.tokens) != "" for r in given]
-    assert [answer["class"] for answer in answers] == ["answer right" if ok else "answer wrong" for ok in right]
+    assert [answer["class"] for answer in answers] == [
+        "answer right" if ok else "answer wrong" for ok in once(given, right)
+    ]
     rewards = torch.tensor([r.reward for r in given])
     advantages = group_advantages(rewards, torch.arange(len(given)) // 2)
-    assert [float(answer["data-advantage"]) for answer in answers] == pytest.approx(advantages.tolist(), abs=1e-3)
+    assert [float(answer["data-advantage"]) for answer in answers] == pytest.approx(
+        once(given, advantages.tolist()), abs=1e-3
+    )
 
 
 def test_stored_answers_stand_beside_and_have_no_advantage(run: Path) -> None:
     sections = [section for section in Page(inspect(run)).sections if section["data-kind"] == "rehearsal"]
     stored = unpack(load_file(run / "presample" / "rehearsal.safetensors"))
     answers = [answer for section in sections for answer in section["answers"]]
-    assert len(answers) == len(stored) > 0
+    assert sum(int(answer["data-count"]) for answer in answers) == len(stored) > 0
     assert all(answer["data-advantage"] == "" and answer["class"] == "answer right" for answer in answers)
 
 
 def test_without_recorded_rollouts_answers_are_written_anew(run: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(run, tmp_path / run.name, ignore=shutil.ignore_patterns("rollouts"))
     explored = [each for each in Page(inspect(moved, prompts=3)).sections if each["data-kind"] == "explored"]
-    assert [len(section["answers"]) for section in explored] == [2, 2, 2]
+    counts = [sum(int(answer["data-count"]) for answer in section["answers"]) for section in explored]
+    assert counts == [2, 2, 2]
     assert "written for this page" in Page(moved / "inspect.html").text
 
 
@@ -159,6 +173,19 @@ def test_the_page_needs_nothing_else_and_no_text_is_markup(run: Path) -> None:
     assert "a &amp; b" in page.text
     assert "<title>a&lt;b" in page.text
     assert "{{" not in page.text
+
+
+def test_the_same_answer_stands_there_once_with_its_count(run: Path) -> None:
+    config = load_config(run / "config.toml")
+    tokenizer = load_tokenizer(run.parent / "model")
+    data = tokenize(load_task(config.data.train, config.data, 0, run), tokenizer, config)
+    answers = [
+        Shown("explored", rollout([1], tokens), True, 0.0, [0.0, -1.0], [0.0, 0.0], [0.0, 0.0])
+        for tokens in ([7, 2], [8, 2], [7, 2])
+    ]
+    shown = card("explored", 0, answers, data, tokenizer)
+    assert re.findall(r'data-count="(\d+)"', shown) == ["2", "1"]
+    assert "3 of 3 right, 2 distinct" in shown
 
 
 class Bytes:
@@ -187,7 +214,7 @@ def test_an_answer_that_is_no_text_keeps_its_marks() -> None:
 def test_what_an_answer_says_is_escaped() -> None:
     tokens = list(b"</script>&")
     zeros = [0.0] * len(tokens)
-    shown = row(Shown("explored", rollout([1], tokens), False, 0.0, zeros, zeros, zeros), Bytes())  # type: ignore[arg-type]
+    shown = row(Shown("explored", rollout([1], tokens), False, 0.0, zeros, zeros, zeros), 1, Bytes())  # type: ignore[arg-type]
     assert "&lt;" in shown
     assert "&amp;</span>" in shown
     assert "/script" not in shown
