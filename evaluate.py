@@ -17,7 +17,7 @@ from dph.checkpoint import newest_checkpoint
 from dph.cli import config_argument, load_policy, open_task, run_command, set_up
 from dph.config import Config
 from dph.errors import UserError
-from dph.evaluation import evaluate_model
+from dph.evaluation import evaluate_model, short_names
 from dph.plots import plot_pass_at_k, table
 from dph.prompts import tokenize
 from dph.tasks.regrade import check, regrade, show
@@ -35,29 +35,16 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     tasks = [open_task(source, config) for source in config.data.eval]
     newest = newest_checkpoint(config.run_folder) if not arguments.models else None
     paths = arguments.models or [config.model.path, *([str(newest)] if newest else [])]
-    names = _names(paths)
+    names = short_names(paths)
     reports = []
-    base: tuple[Path, dict[str, int]] | None = None  # folder and vocabulary of the first model: the others' base
+    base_folder: Path | None = None  # the first model's, for the others
     for path, name in zip(paths, names, strict=True):
         policy = load_policy(path, config, device)
         sets = [tokenize(task, policy.tokenizer, config) for task in tasks]
-        vocabulary = policy.tokenizer.backend.vocabulary
-        # Probabilities of the same tokens can be compared, not those of another tokenizer's.
-        base_folder = base[0] if base is not None and base[1] == vocabulary else None
         reports.append(evaluate_model(policy, sets, config, name, base_folder))
-        base = base or (policy.folder, vocabulary)
+        base_folder = base_folder or policy.folder
     print(table(reports, base=names[0]))
     print(f"picture: {plot_pass_at_k(reports, config.run_folder / 'evaluation')}")
-
-
-def _names(paths: list[str]) -> list[str]:
-    """A file name for each model: the last parts of its path, as many as tell them all apart."""
-    parts = [path.strip("/").split("/") for path in paths]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["-".join(p[-count:]) for p in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise UserError(f"the same model is named twice: {' '.join(paths)}")
 
 
 def _without_a_model(config: Config, arguments: argparse.Namespace) -> None:

@@ -19,10 +19,11 @@ from dph.answering import EVALUATE, Answer, Policy, acting, answer, autocast, sa
 from dph.checkpoint import write_text
 from dph.config import Config
 from dph.divergences import EXP_LIMIT
-from dph.errors import read_json
+from dph.errors import UserError, read_json
 from dph.model import Decoder, load_model
 from dph.prompts import PromptSet
 from dph.rollouts import Rollout
+from dph.tokenizer import load_tokenizer
 
 RESAMPLES = 1000
 
@@ -165,6 +166,7 @@ def evaluate_model(
 
     Args:
         base_folder: of the initial policy, which is in memory meanwhile, for `kl_to_base`; None for that policy itself.
+            One with other tokens cannot be compared with, and is not.
     """
     path = config.run_folder / "evaluation" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +178,7 @@ def evaluate_model(
         "top_p": config.eval.top_p,
     }
     base = None
-    if base_folder is not None:
+    if base_folder is not None and load_tokenizer(base_folder).vocabulary == policy.tokenizer.vocabulary:
         base = load_base(policy, base_folder)
         settings["base"] = replace(policy, model=base).weights_hash()
     old = read_json(path, optional=True).get("sets", {})
@@ -189,3 +191,13 @@ def evaluate_model(
         report["sets"][data.task.name] = {**result, "summary": summarise(result, config.eval.k)}
         write_text(path, json.dumps(report) + "\n")
     return report
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """A file name for each model: the last parts of its path, as many as tell them all apart."""
+    parts = [path.strip("/").split("/") for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["-".join(p[-count:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f"the same model is named twice: {' '.join(paths)}")

@@ -25,6 +25,8 @@ class PromptSet:
         found = {**asdict(config.sampling), **settings, "seed": config.run.seed, "dtype": config.run.dtype}
         found.pop("max_rows")  # how many at once changes nothing that is said
         found["judge"] = [config.data.strict, config.data.sql_match, config.data.grader_timeout]
+        if self.task.grader:
+            found["grader"] = self.task.grader
         hashed = hashlib.sha256(prompts.encode()).hexdigest()
         return {"model": weights, "prompts": hashed, "settings": json.dumps(found, sort_keys=True)}
 

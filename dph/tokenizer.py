@@ -47,6 +47,7 @@ class Tokenizer:
         else:
             raise UserError(f"{folder}: no tokenizer; it must hold tokenizer.json or tokenizer.model")
         ids, special = self.backend.vocabulary, self.backend.special
+        self.vocabulary = ids
         self.vocab_size = max(ids.values()) + 1  # every id is below it; a model's vocabulary may be larger (padded)
         self.bos_id = ids.get(special.get("bos_token", ""))  # the begin token, where there is one
         begins = settings.get("add_bos_token", self.bos_id in self.backend.around)  # where there is no template

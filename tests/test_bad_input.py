@@ -174,6 +174,36 @@ rows("a database outside db_root", '{"question": "q", "db_id": "../x", "query": 
 rows("an unknown comparison", '{"question": "q", "db_id": "x", "query": "SELECT 1", "cmp_method": "y"}',
      "--data.db_root=model", task="sql")  # fmt: skip
 
+
+def own_task(what: str, content: str, *changes: str) -> None:
+    """A case of a task's file: `content`, with each of `changes`, OLD -> NEW, made to it."""
+    for change in changes:
+        old, new = change.split(" -> ")
+        content = content.replace(old, new)
+    case(what, "--data.train=task:mine.py", damage=writes("mine.py", content))
+
+
+MINE = """from dph.tasks import Prompt, Reward, Task
+class Mine(Task):
+    def __init__(self, options, data, seed):
+        message = {"role": "user", "content": "coin"}
+        super().__init__("mine", [Prompt(i, (message,), "yes", {}) for i in range(4)])
+    def rewards(self, pairs):
+        return [Reward(0.0, "wrong", text) for prompt, text in pairs]
+"""
+case("a task's file that is not there", "--data.train=task:mine.py")
+case("a task's file that is no Python file", "--data.train=task:small.toml")
+own_task("a task's file that is not Python", "class Mine(:\n")
+own_task("a task's file without a task", "x = 1\n")
+own_task("a task's file with two tasks", MINE + "class Other(Task):\n    pass\n")
+own_task("a task's file that ends the program", "raise SystemExit\n")
+own_task("a task that takes no options", MINE, "options, data, seed -> data")
+own_task("a prompt of a task without a gold answer", MINE, '"yes" -> None')
+own_task("a reward above 1", MINE, "0.0 -> 1.5")
+own_task("a reward that is NaN", MINE, '0.0 -> float("nan")')
+own_task("a reward for fewer answers", MINE, "in pairs -> in pairs[1:]")
+own_task("a reward that fails", MINE, "Reward(0.0 -> Reward(text.no_such")
+
 # ---- model folders -----------------------------------------------------------------------------------------------
 
 

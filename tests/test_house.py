@@ -13,7 +13,7 @@ LEVELS = [
     {"answering", "metrics", "updates"},
     {"presampling", "evaluation", "collector", "objective"},
     {"plots", "cli"},
-    {"trainer"},
+    {"trainer", "inspect"},
     {"study_plan"},
     {"study_measure", "study_report"},
     {"study_plots"},

@@ -1,4 +1,7 @@
-"""Tasks: prompts and rewards. `load_task` makes one from a source such as `math:gsm8k/test.jsonl?limit=200`."""
+"""Tasks: prompts and rewards. `load_task` makes one from a source such as `math:gsm8k/test.jsonl?limit=200`.
+
+The helpers that a task of one's own may want (docs/own_task.md) are importable from here, too.
+"""
 
 import importlib
 from collections.abc import Sequence
@@ -6,12 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dph.errors import UserError
-from dph.tasks.base import Prompt, Reward, Row, Task, parse_source, whole_number
+from dph.tasks.base import Prompt, Reward, Row, Task, chat, known_options, parse_source, read_rows, whole_number
 
 if TYPE_CHECKING:
     from dph.config import DataConfig
 
-__all__ = ["TASKS", "Prompt", "Reward", "Task", "load_task"]
+__all__ = [
+    "TASKS",
+    "Prompt",
+    "Reward",
+    "Task",
+    "chat",
+    "known_options",
+    "load_task",
+    "read_rows",
+    "whole_number",
+]
 
 # Imported by name when asked for, so that a grader's worker process never loads what it does not need.
 TASKS = {
@@ -19,6 +32,7 @@ TASKS = {
     "sql": ("dph.tasks.sql", "SQLTask"),
     "arithmetic": ("dph.tasks.arithmetic", "ArithmeticTask"),
     "miniature": ("dph.tasks.miniature", "MiniatureTask"),
+    "task": ("dph.tasks.own", "OwnTask"),  # a Python file of one's own, the only source that names code
 }
 
 

@@ -49,6 +49,9 @@ class Task:
     """A set of prompts and its grader. A subclass fills `items` and writes `rewards`."""
 
     most_errors = 0.05  # of the answers that the grader may fail to judge
+    grader = (
+        ""  # a hash of the grader's own code, where it may change from run to run: a stored partition depends on it
+    )
 
     def __init__(self, name: str, items: Sequence[Prompt] = ()) -> None:
         self.name = name

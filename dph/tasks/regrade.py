@@ -37,7 +37,7 @@ def regrade(path: Path, task: str | None, data: "DataConfig", seed: int, folder:
     groups: defaultdict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in read_rows(path):
         row.text("response", blank=True)
-        groups[(f"{task}:{path}", seed) if task else _origin(row, seed)].append(row)
+        groups[(f"{task}:{path}", seed) if task else _origin(row, seed, data)].append(row)
     graded: dict[int, Reward] = {}
     for (source, world), rows in groups.items():
         with closing(load_task(source, data if task else replace(data, fields={}), world, folder, rows)) as judge:
@@ -52,12 +52,13 @@ def regrade(path: Path, task: str | None, data: "DataConfig", seed: int, folder:
     ], {**summary, **{outcome: counts[outcome] for outcome in get_args(Outcome)}}
 
 
-def _origin(row: Row, seed: int) -> tuple[str, int]:
-    """The row's source, and the seed of the world that it is about, where it names one."""
+def _origin(row: Row, seed: int, data: "DataConfig") -> tuple[str, int]:
+    """The row's source, and the seed of the world that it is about, where it names one. A row alone runs no code."""
     source = row.values.get("source")
     if not isinstance(source, str) or source.partition(":")[0] not in TASKS:
         raise row.error(f"source = {source!r} should name a task, as in a run's samples.jsonl; else give --task")
-    parse_source(source)
+    if parse_source(source).task == "task" and source not in (data.train, *data.eval):
+        raise row.error(f"source = {source!r} names code; it runs only with a CONFIG whose [data] names it, too")
     return source, row.integer("seed") if "seed" in row.values else seed
 
 
