@@ -1,11 +1,13 @@
 # make quickstart   the whole method on the embedded default: base, pre-sampling, DPH-JS, evaluation, pictures
-# make study        the methods of study.toml over its seeds: METHODS=grpo,dph_js and SEEDS=2 pick some, see docs/study.md
+# make study        the methods of study/study.toml over seeds: METHODS=grpo,dph_js SEEDS=2 pick some, STUDY=FILE another
+#                   study, see docs/study.md
 # make test         the tests
 # make check        ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+STUDY ?=
 METHODS ?=
 SEEDS ?=
 
@@ -15,7 +17,7 @@ quickstart: $(VENV)/.run
 	$(BIN)/python train.py configs/quickstart.toml
 
 study: $(VENV)/.run
-	$(BIN)/python -m dph.study $(if $(METHODS),--methods $(METHODS)) $(if $(SEEDS),--seeds $(SEEDS))
+	$(BIN)/python -m study.run $(STUDY) $(if $(METHODS),--methods $(METHODS)) $(if $(SEEDS),--seeds $(SEEDS))
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest

@@ -13,33 +13,34 @@ LEVELS = [
     {"answering", "metrics"},
     {"presampling", "evaluation", "collector"},
     {"plots", "cli"},
-    {"trainer"},
-    {"study_plan"},
-    {"study_measure", "study_report"},
-    {"study_plots"},
-    {"study"},
+    {"trainer", "compare"},
 ]
-SOURCES = [*sorted((ROOT / "dph").rglob("*.py")), *(ROOT / f"{name}.py" for name in ("train", "presample", "evaluate"))]
+STUDY = ["plan", "report", "measure", "plots", "run"]  # each imports only those before it, and dph/
+SOURCES = [
+    *sorted((ROOT / "dph").rglob("*.py")),
+    *sorted((ROOT / "study").glob("*.py")),
+    *(ROOT / f"{name}.py" for name in ("train", "presample", "evaluate")),
+]
 MAY_ALSO_IMPORT = {"miniature_base": {"model", "tokenizer"}, "prompts": {"tokenizer"}}  # of dph/tasks
-OUTSIDE_THE_COUNT = ("distributed", "plots", "study", "study_plan", "study_measure", "study_report", "study_plots")
+OUTSIDE_THE_COUNT = ("distributed", "plots", "compare")
 
 
 def level(module: str) -> int:
     return next(i for i, names in enumerate(LEVELS) if module in names)
 
 
-def imported(path: Path) -> set[str]:
-    """Names of the project's modules that a file imports, e.g. {"model", "tasks"}."""
+def imported(path: Path, package: str = "dph") -> set[str]:
+    """Names of a package's modules that a file imports, e.g. {"model", "tasks"}."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = (
-            [node.module]
-            if isinstance(node, ast.ImportFrom)
-            else [a.name for a in node.names]
-            if isinstance(node, ast.Import)
-            else []
-        )
-        found |= {name.split(".")[1] for name in names if name and name.startswith("dph.")}
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            names = [f"{package}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith(f"{package}.")}
     return found
 
 
@@ -51,6 +52,12 @@ def test_imports_run_downward() -> None:
     for path in (ROOT / "dph" / "tasks").glob("*.py"):
         allowed = {"errors", "config", "tasks"} | MAY_ALSO_IMPORT.get(path.stem, set())
         assert imported(path) <= allowed, path.name
+
+
+def test_the_study_uses_dph_and_never_the_reverse() -> None:
+    for path in SOURCES:
+        before = STUDY[: STUDY.index(path.stem)] if path.parent.name == "study" and path.stem in STUDY else []
+        assert imported(path, "study") <= set(before), path.name
 
 
 def test_commands_that_train_nothing_never_import_the_trainer() -> None:
