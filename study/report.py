@@ -50,6 +50,9 @@ class Estimate(NamedTuple):
         return f"**{text}**" if self.low > 0 or self.high < 0 else text
 
 
+NOTHING = Estimate(np.nan, np.nan, np.nan)
+
+
 @dataclass(frozen=True)
 class Setting:
     """A method at one value of its swept key: the runs' JSON objects by seed."""
@@ -141,9 +144,9 @@ def estimate(values: Array, shares: Array | None = None) -> Estimate:
         shares = (~np.isnan(values)).astype(np.float64)
     flat = np.where(shares > 0, values * shares, 0.0).reshape(-1)
     each = shares.reshape(-1)
-    weights = _weights(*values.shape)
     if not each.any():
-        return Estimate(np.nan, np.nan, np.nan)
+        return NOTHING
+    weights = _weights(*values.shape)
     with np.errstate(invalid="ignore"):  # a resample may hold none that counts
         means = (weights @ flat) / (weights @ each)
     low, high = np.nanquantile(means, [0.025, 0.975])
@@ -197,7 +200,7 @@ def difference(a: Setting, b: Setting, role: str, score: str) -> Estimate:
     """a - b on the same questions of the seeds that both have; NaN where they have none."""
     seeds = common(a, b)
     if not seeds:
-        return Estimate(np.nan, np.nan, np.nan)
+        return NOTHING
     return estimate(values(a, role, score, seeds) - values(b, role, score, seeds))
 
 

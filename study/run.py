@@ -37,7 +37,6 @@ from study.plan import BASE, Run, Study, changed, load_study, make_run, pick
 from study.plots import draw
 from study.report import load_results, write_tables
 
-ROOT = Path(__file__).parent.parent
 LOOK = 1.0  # seconds between two looks at the processes
 Process = subprocess.Popen[bytes]
 
@@ -120,8 +119,7 @@ def start(study: Study, run: Run) -> Process:
     prepare(run)
     log = log_of(study, run.id)
     log.parent.mkdir(parents=True, exist_ok=True)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "study.measure", str(study.file), run.method, str(run.value), str(run.seed)]
     with log.open("wb") as words:
         return subprocess.Popen(command, stdout=words, stderr=words, env=environment, start_new_session=True)

@@ -1,5 +1,6 @@
 """Comparing runs: what is read, what is refused, and sentences that follow the numbers."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from dph.compare import load_reports, sentences
+from dph.config import Config, load_config
 from dph.errors import UserError
 from dph.evaluation import pass_at_k, summarise
 from dph.plots import plot_pass_at_k
@@ -57,6 +59,11 @@ def runs(tmp_path: Path) -> list[Path]:
     evaluation(narrow, "narrow", [8, 8, 0, 0] * 10)
     evaluation(wide, "wide", [6, 4, 2, 1] * 10)
     return [narrow, wide]
+
+
+def flat(config: Config) -> dict[str, Any]:
+    tables = dataclasses.asdict(config)
+    return {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
 
 
 def command(*arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -199,3 +206,16 @@ def test_a_mistake_is_one_line_and_exit_2(tmp_path: Path) -> None:
         told = command(*arguments)
         assert (told.returncode, told.stderr.count("\n")) == (2, 1), told.stderr
         assert message in told.stderr
+
+
+def test_the_quickstart_trains_two_runs_that_differ_in_the_divergence_alone_and_compares_them() -> None:
+    asked = ["make", "-n", "-o", ".venv/.run", "--no-print-directory", "quickstart"]
+    told = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout
+    configs = [load_config(ROOT / name) for name in re.findall(r"train.py (\S+)", told)]
+    grpo, dph_js = (flat(config) for config in configs)
+    assert {name: grpo[name] for name in grpo if grpo[name] != dph_js[name]} == {
+        "run.name": "grpo", "loss.divergence": "none", "loss.eta": 0.0,
+    }  # fmt: skip
+    assert dph_js["loss.divergence"] == "js"
+    compared = " ".join(str(config.run_folder) for config in configs)
+    assert told.splitlines()[-1].endswith(f"-m dph.compare {compared}")
