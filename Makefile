@@ -1,21 +1,27 @@
-# make quickstart   the whole method on the embedded default: base, pre-sampling, DPH-JS, evaluation, pictures
-# make study        the methods of study.toml over its seeds: METHODS=grpo,dph_js and SEEDS=2 pick some, see docs/study.md
+# make quickstart   GRPO and DPH-JS from one base on the embedded default, and their comparison: table, picture, sentences
+# make study        the methods of study/study.toml over seeds: METHODS=grpo,dph_js SEEDS=2 pick some, STUDY=FILE another
+#                   study, see docs/study.md
 # make test         the tests
 # make check        ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+STUDY ?=
 METHODS ?=
 SEEDS ?=
 
 .PHONY: quickstart study test check clean
 
 quickstart: $(VENV)/.run
+	$(BIN)/python train.py configs/quickstart_grpo.toml
+	mkdir -p runs/quickstart/dph_js/evaluation
+	cp runs/quickstart/grpo/evaluation/base.json runs/quickstart/dph_js/evaluation/  # so that the base answers once
 	$(BIN)/python train.py configs/quickstart.toml
+	$(BIN)/python -m dph.compare runs/quickstart/grpo runs/quickstart/dph_js
 
 study: $(VENV)/.run
-	$(BIN)/python -m dph.study $(if $(METHODS),--methods $(METHODS)) $(if $(SEEDS),--seeds $(SEEDS))
+	$(BIN)/python -m study.run $(STUDY) $(if $(METHODS),--methods $(METHODS)) $(if $(SEEDS),--seeds $(SEEDS))
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest

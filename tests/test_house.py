@@ -13,31 +13,32 @@ LEVELS = [
     {"answering", "metrics", "updates"},
     {"presampling", "evaluation", "collector", "objective"},
     {"plots", "cli"},
-    {"trainer", "inspect"},
-    {"study_plan"},
-    {"study_measure", "study_report"},
-    {"study_plots"},
-    {"study"},
+    {"trainer", "inspect", "compare"},
 ]
-SOURCES = [*sorted((ROOT / "dph").rglob("*.py")), *(ROOT / f"{name}.py" for name in ("train", "presample", "evaluate"))]
+STUDY = ["plan", "report", "measure", "plots", "run"]  # each imports only those before it, and dph/
+SOURCES = [
+    *sorted((ROOT / "dph").rglob("*.py")),
+    *sorted((ROOT / "study").glob("*.py")),
+    *(ROOT / f"{name}.py" for name in ("train", "presample", "evaluate")),
+]
 
 
 def level(module: str) -> int:
     return next(i for i, names in enumerate(LEVELS) if module in names)
 
 
-def imported(path: Path) -> set[str]:
-    """Names of the project's modules that a file imports, e.g. {"model", "tasks"}."""
+def imported(path: Path, package: str = "dph") -> set[str]:
+    """Names of a package's modules that a file imports, e.g. {"model", "tasks"}."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = (
-            [node.module]
-            if isinstance(node, ast.ImportFrom)
-            else [a.name for a in node.names]
-            if isinstance(node, ast.Import)
-            else []
-        )
-        found |= {name.split(".")[1] for name in names if name and name.startswith("dph.")}
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            names = [f"{package}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith(f"{package}.")}
     return found
 
 
@@ -48,6 +49,12 @@ def test_imports_run_downward() -> None:
                 assert level(name) < level(path.stem), f"{path.name} imports {name}"
     for path in (ROOT / "dph" / "tasks").glob("*.py"):
         assert imported(path) <= {"errors", "config", "tasks"}, path.name
+
+
+def test_the_study_uses_dph_and_never_the_reverse() -> None:
+    for path in SOURCES:
+        before = STUDY[: STUDY.index(path.stem)] if path.parent.name == "study" and path.stem in STUDY else []
+        assert imported(path, "study") <= set(before), path.name
 
 
 def test_commands_that_train_nothing_never_import_the_trainer() -> None:

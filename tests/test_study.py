@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,13 +18,10 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-import presample
-import train
 from dph import evaluation
-from dph import study as study_module
 from dph.answering import Policy
 from dph.checkpoint import read_log
-from dph.cli import config_argument, open_task, run_command
+from dph.cli import open_task
 from dph.config import DataConfig
 from dph.errors import UserError
 from dph.evaluation import evaluate, pass_at_k
@@ -33,11 +29,13 @@ from dph.miniature_base import Recipe, encode, model_config, write_tokenizer
 from dph.miniature_base import train as train_base
 from dph.model import Decoder, load_model, save_model
 from dph.prompts import tokenize
-from dph.study import _Crew, _Job, _jobs, _time_left, partition_of, run_study
-from dph.study_measure import measure, write_result
-from dph.study_plan import BASE, Study, changed, load_study, make_run, pick
-from dph.study_plots import draw
-from dph.study_report import (
+from dph.tasks.miniature import MiniatureTask, style_of, style_spread
+from dph.tokenizer import load_tokenizer
+from study import run as study_run
+from study.measure import measure, write_result
+from study.plan import BASE, Run, Study, changed, load_study, make_run, pick
+from study.plots import draw
+from study.report import (
     Setting,
     choose,
     difference,
@@ -48,11 +46,11 @@ from dph.study_report import (
     values,
     write_tables,
 )
-from dph.tasks.miniature import MiniatureTask, style_of, style_spread
-from dph.tokenizer import load_tokenizer
+from study.run import prepare, run_study
 from tests.helpers import SMALL_RUN
 
 ROOT = Path(__file__).parent.parent
+POPEN = subprocess.Popen
 COUNTS = {"in_domain": "test", "cross_domain": "cross", "out_of_domain": "arithmetic", "validation": "validation"}
 BEFORE = """
 [model]
@@ -78,31 +76,25 @@ during_prompts = 2
 CONFIG = BEFORE + SMALL_RUN + AFTER
 STUDY = """
 [study]
-config = "small.toml"
+config = "{home}/small.toml"
 seeds = 2
 runs = "{home}/runs"
 report = "{home}/report"
 shared = ["run.threads=1", "eval.final=false", 'data.eval=["miniature:validation?count=3"]']
 [methods.grpo]
-config = "small.toml"
+config = "{home}/small.toml"
 default = true
 [methods.dph_js]
-config = "small.toml"
+config = "{home}/small.toml"
 overrides = ["loss.divergence=js"]
 sweep = "loss.eta"
 values = [0.5, 2]
 default = true
-[methods.again]
-config = "small.toml"
-overrides = ["loss.divergence=js", "loss.eta=2"]
 [methods.rkl]
-config = "small.toml"
+config = "{home}/small.toml"
 overrides = ["loss.divergence=reverse_kl", "loss.samples=own"]
 sweep = "loss.eta"
 values = [0.1]
-[groups]
-more = {{ dph_js = [8, 0] }}
-both = ["grpo", "rkl"]
 [sets]
 """
 
@@ -134,41 +126,15 @@ def study(tmp_path: Path, base: Path) -> Study:
     return load_study(tmp_path / "study.toml")
 
 
-def call_here(arguments: Sequence[str]) -> None:
-    """What a worker's process would do, in this one."""
-    if arguments[0] == "-m":
-        return measure(Path(arguments[-1]))
-    module = {"train.py": train, "presample.py": presample}[Path(arguments[0]).name]
-    sys.argv = list(arguments)
-    return run_command(module.main, "", getattr(module, "_arguments", config_argument))
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets workers run in this process, one at a time; the ids of what they ran."""
-    called, alone = [], threading.Lock()
-
-    def call(crew: _Crew, name: str, folder: Path, arguments: Sequence[str]) -> None:
-        with alone:
-            called.append(f"{name} {Path(arguments[0]).name}")
-            call_here(arguments)
-
-    monkeypatch.setattr(_Crew, "_call", call)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(train, "plot_run", lambda run: [])
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # only a main thread may set handlers
-    return called
-
-
 # Plan
 
 
 def test_the_default_set_is_eleven_settings_and_every_config_is_accepted() -> None:
-    study = load_study(ROOT / "study.toml")
+    study = load_study(ROOT / "study" / "study.toml")
     picked = pick(study, None)
     assert len(picked) == 11
     assert {name for name, _ in picked} == {"grpo", "dapo", "rkl", "dph_f", "dph_js"}
-    for setting in pick(study, [*study.methods, *study.groups]):
+    for setting in pick(study, list(study.methods)):
         run = make_run(study, setting, 3)
         assert run.config.run.seed == 3
         assert run.config.run.threads == 1
@@ -177,11 +143,18 @@ def test_the_default_set_is_eleven_settings_and_every_config_is_accepted() -> No
     assert study.table.seeds == 4
 
 
-def test_settings_of_methods_and_groups_come_once_in_the_files_order(study: Study) -> None:
+def test_no_committed_result_is_stale() -> None:
+    study = load_study(ROOT / "study" / "study.toml")
+    for path in study.results.glob("*.json"):
+        found = read(path)
+        run = make_run(study, (found["method"], found["value"]), found["seed"])
+        assert run.id == path.stem
+        assert changed(found["settings"], run.settings) == []
+
+
+def test_settings_of_methods_come_once_in_the_files_order(study: Study) -> None:
     assert pick(study, None) == [("grpo", None), ("dph_js", 0.5), ("dph_js", 2.0)]
-    assert pick(study, ["rkl", "more", "dph_js", "both"]) == [
-        ("grpo", None), ("dph_js", 0.0), ("dph_js", 0.5), ("dph_js", 2.0), ("dph_js", 8.0), ("rkl", 0.1),
-    ]  # fmt: skip
+    assert pick(study, ["rkl", "grpo", "rkl"]) == [("grpo", None), ("rkl", 0.1)]
 
 
 def test_a_run_is_its_method_value_and_seed(study: Study) -> None:
@@ -190,19 +163,6 @@ def test_a_run_is_its_method_value_and_seed(study: Study) -> None:
     assert (run.config.loss.eta, run.config.run.seed, run.config.run.name) == (0.5, 1, run.id)
     assert run.config.run_folder == study.runs / run.id
     assert make_run(study, ("grpo", None), 0).id == "grpo-seed0"
-    assert [make_run(study, (name, value), 0).uses_partition for name, value in pick(study, ["both", "more"])] == [
-        False, True, True, False,
-    ]  # fmt: skip
-
-
-def test_methods_with_the_same_presampling_share_a_partition(study: Study) -> None:
-    one, other, later = (
-        partition_of(study, make_run(study, s, n))
-        for s, n in ((("dph_js", 0.5), 0), (("again", None), 0), (("again", None), 1))
-    )
-    assert one == other != later
-    study.methods["again"] = replace(study.methods["again"], overrides=("presample.confirm=false",))
-    assert partition_of(study, make_run(study, ("again", None), 0)) != one
 
 
 def test_what_changed_is_named_and_new_keys_at_their_default_are_no_change(study: Study) -> None:
@@ -212,11 +172,22 @@ def test_what_changed_is_named_and_new_keys_at_their_default_are_no_change(study
     assert changed({k: v for k, v in settings.items() if k != "loss.entropy"}, settings) == []
     assert changed({k: v for k, v in settings.items() if k != "train.steps"}, settings) == ["train.steps"]
     assert changed({k: v for k, v in settings.items() if k != "sets.in_domain"}, settings) == ["sets.in_domain"]
-    assert changed({**settings, "loss.gone": 1}, settings) == ["loss.gone"]
     assert "run.name" not in settings
+    assert changed({**settings, "loss.gone": 1}, settings) == ["loss.gone"]
     of_the_base = make_run(study, (BASE, None), 0).settings
     assert {"train.steps", "loss.eta", "presample.responses"} & of_the_base.keys() == set()
     assert {"run.seed", "model.path", "sets.validation"} <= of_the_base.keys()
+
+
+def test_a_result_under_a_keys_old_name_is_not_stale(study: Study) -> None:
+    settings = make_run(study, ("grpo", None), 0).settings
+    others = {name: value for name, value in settings.items() if "top_k" not in name}
+    for value in (0, 32):
+        old, new = others | {"presample.top_k": value}, others | {"presample.stored_top_k": value}
+        assert changed(old, new) == changed(new, old) == []
+    assert changed(others | {"presample.top_k": 1}, others | {"presample.stored_top_k": 2}) == [
+        "presample.stored_top_k"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -226,12 +197,13 @@ def test_what_changed_is_named_and_new_keys_at_their_default_are_no_change(study
         ("seeds = 2", 'seeds = "many"', "study.seeds = 'many' should be a whole number"),
         ("values = [0.1]", "valeus = [0.1]", "unknown key methods.rkl.valeus; did you mean values?"),
         ("values = [0.1]", "", "methods.rkl: sweep = 'loss.eta' and values = [] go together"),
-        ("[methods.again]", "[methods.base]", "methods.base: a method's name should be"),
-        ('both = ["grpo", "rkl"]', 'both = ["grop"]', "groups.both: unknown method 'grop'; did you mean grpo?"),
-        ('both = ["grpo", "rkl"]', 'grpo = ["rkl"]', "groups.grpo: a method has that name"),
-        ('both = ["grpo", "rkl"]', "both = 3", "groups.both = 3 should be a list of methods"),
-        ("in_domain = {", "indomain = {", "sets.in_domain = None should be a table"),
-        ("[groups]", "[group]", "unknown section [group]; did you mean groups?"),
+        ("[methods.rkl]", "[methods.base]", "methods.base: a method's name should be"),
+        ("[methods.rkl]", "[methods.'a b']", "methods.a b: a method's name should be"),
+        ("[methods.rkl]", "[methods.x]\nvalues = []\n[methods.rkl]", "methods.x.config should name its config file"),
+        ("in_domain = {", "indomain = {", "unknown key sets.indomain; did you mean in_domain?"),
+        ("cross_domain = {", "# = {", "sets.cross_domain = None should be a table"),
+        ("miniature:test", "miniature", "source 'miniature?count=3' should read TASK:WHERE"),
+        ("[sets]", "[set]", "unknown section [set]; did you mean sets?"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(study: Study, old: str, new: str, message: str) -> None:
@@ -250,11 +222,12 @@ def test_a_config_that_takes_no_such_key_is_named_with_its_method(study: Study) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "gpro"], "METHODS: 'gpro' is no method or group of {file}; did you mean grpo?"),
-        (["--methods", ","], "METHODS names nothing to run; {file} has grpo, dph_js, again, rkl, more, both"),
+        (["--methods", "gpro"], "METHODS: 'gpro' is no method of {file}; did you mean grpo?"),
+        (["--methods", ","], "METHODS names nothing to run; {file} has grpo, dph_js, rkl"),
         (["--seeds", "0"], "SEEDS = '0' should be a count from 1 to 1000"),
         (["--seeds", "0,1"], "SEEDS = '0,1' should be a count from 1 to 1000"),
         (["--report"], "runs: holds no base to report"),
+        (["--report", "--methods", "grpo"], "--report reports all runs that are there; leave out --methods"),
         (["--sedes", "1"], "unrecognized arguments: --sedes"),
     ],
 )
@@ -267,7 +240,7 @@ def test_a_wrong_pick_is_one_line_and_exit_2(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["study", str(study.file), *arguments])
     with pytest.raises(SystemExit) as stop:
-        study_module.main()
+        study_run.main()
     err = capsys.readouterr().err
     assert (stop.value.code, err.count("\n")) == (2, 1)
     assert message.format(file=study.file) in err
@@ -280,12 +253,16 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_a_whole_run_by_its_processes_leaves_one_file_that_agrees_with_an_evaluation(study: Study, base: Path) -> None:
-    run, started = make_run(study, ("grpo", None), 0), make_run(study, (BASE, None), 0)
-    measure(_Crew(study)._prepare(started, started.config.run_folder, started.settings))  # here: imports take seconds
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_run, "LOOK", 0.02)
+
+
+def test_a_whole_run_by_its_process_leaves_one_file_that_agrees_with_an_evaluation(study: Study, base: Path) -> None:
+    measure(study, make_run(study, (BASE, None), 0))  # here: imports take seconds
     run_study(study, ["grpo"], 1)
-    path = study.results / "grpo-seed0.json"
-    found, start = read(path), read(study.results / "base-seed0.json")
+    run = make_run(study, ("grpo", None), 0)
+    found, start = read(study.results / "grpo-seed0.json"), read(study.results / "base-seed0.json")
     policy = Policy(load_model(run.config.run_folder / "checkpoints/step-2"), load_tokenizer(base), base)
     for role, name in COUNTS.items():
         data = tokenize(open_task(f"miniature:{name}?count=3", run.config), policy.tokenizer, run.config)
@@ -306,44 +283,73 @@ def test_a_whole_run_by_its_processes_leaves_one_file_that_agrees_with_an_evalua
     points = [[n, *(round(told[f"pass@{k}"][0], 5) for k in (1, 4))] for n, told in enumerate(summaries, start=1)]
     assert found["curve"] == {"k": 4, "points": points}
     assert [step for step, *_ in start["curve"]["points"]] == [0]
-    usage = read_log(run.config.run_folder / "usage.jsonl")
-    assert [row["command"] for row in usage] == ["train.py", "dph.study_measure"]
-    assert found["peak_bytes"] == usage[0]["peak_bytes"] > 1e8
-    assert (study.runs / "logs" / "grpo-seed0.log").stat().st_size > 0
+    usage = read(run.config.run_folder / "usage.json")
+    assert found["peak_bytes"] == usage["peak_bytes"] > 1e8
+    assert found["wall_seconds"] > usage["seconds"]
+    assert "training" in (study.runs / "logs" / "grpo-seed0.log").read_text()
 
 
-def test_partitions_and_twins_are_shared_and_only_what_is_stale_is_done_anew(
-    study: Study, here: list[str], base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def done_by(monkeypatch: pytest.MonkeyPatch, script: str) -> list[str]:
+    """Lets every run's process be `python -c script` instead; the ids of the runs that were started."""
+    started: list[str] = []
+
+    def start(command: Sequence[str], **options: Any) -> Any:
+        name, value, seed = command[-3:]
+        started.append(f"{name} {value} {seed}")
+        return POPEN([sys.executable, "-c", script], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return started
+
+
+def leave_results(study: Study, runs: Sequence[Run], base: str) -> None:
+    """What finished runs leave, as far as the runner looks at it."""
+    for run in runs:
+        write_result(study.results / f"{run.id}.json", {"base": base, "settings": run.settings})
+
+
+def test_bases_come_first_and_what_is_done_is_skipped(
+    study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], base: Path
 ) -> None:
+    started = done_by(monkeypatch, "pass")
+    weights = Policy(load_model(base), load_tokenizer(base), base).weights_hash()
+    leave_results(study, [make_run(study, ("grpo", None), 0), make_run(study, ("dph_js", 2.0), 1)], weights)
+    run_study(study, None, 2)
+    assert sorted(started[:2]) == ["base None 0", "base None 1"]
+    assert started[2:] == ["dph_js 0.5 0", "dph_js 2.0 0", "grpo None 1", "dph_js 0.5 1"]
+    assert "runs: 4 of 6 to do" in capsys.readouterr().out
+
+
+def test_what_was_made_with_other_settings_or_from_another_base_is_done_anew_and_said(
+    study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], base: Path
+) -> None:
+    started = done_by(monkeypatch, "pass")
+    weights = Policy(load_model(base), load_tokenizer(base), base).weights_hash()
+    runs = [make_run(study, ("dph_js", value), 0) for value in (0.5, 2.0)]
+    leave_results(study, [make_run(study, (BASE, None), 0)], weights)
+    leave_results(study, [replace(runs[0], settings={**runs[0].settings, "train.steps": 9})], weights)
+    leave_results(study, [runs[1]], "of other weights")
+    run_study(study, ["dph_js"], 1)
+    assert started == ["dph_js 0.5 0", "dph_js 2.0 0"]
+    out = capsys.readouterr().out
+    assert "dph_js-eta0.5-seed0: made with another train.steps; it is done anew" in out
+    assert "dph_js-eta2-seed0: made with another base; it is done anew" in out
+
+
+def test_a_runs_folder_is_kept_until_its_settings_or_its_base_change(study: Study, base: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"  # a name, which is a setting, for whatever weights
     link.symlink_to(base)
     (tmp_path / "small.toml").write_text(CONFIG.format(model=link))
-
-    def todo() -> list[str]:
-        crew = _Crew(study)
-        return [
-            job.id for job in _jobs(study, [make_run(study, s, 0) for s in pick(study, ["dph_js", "again"])], 1, crew)
-        ]
-
-    shared = partition_of(study, make_run(study, ("again", None), 0)).name
-    runs = ["dph_js-eta0.5-seed0", "dph_js-eta2-seed0", "again-seed0"]
-    assert todo() == ["base-seed0", shared, *runs]
-    run_study(study, ["dph_js", "again"], 1)
-    assert here[:2] == ["base-seed0 -m", f"{shared} presample.py"]
-    assert sorted(here[2:]) == sorted(f"{run} {command}" for run in runs[:2] for command in ("train.py", "-m"))
-    one, twin = (read(study.results / f"{name}.json") for name in runs[1:])
-    assert (twin["method"], twin["value"], twin["same_as"], twin["sets"]) == ("again", None, runs[1], one["sets"])
-    stored = [study.runs / name / "presample" / "rehearsal.safetensors" for name in (shared, *runs[:2])]
-    assert len({path.read_bytes() for path in stored}) == 1
-    assert one["d_pef"] > 0
-    assert one["d_pef"] + one["d_exp"] == 6
-    assert todo() == []
-
-    path = study.results / f"{runs[0]}.json"
-    write_result(path, {**read(path), "settings": {**read(path)["settings"], "train.steps": 1}})
-    assert todo() == [runs[0]]
-    assert f"{runs[0]}: made with another train.steps; it is done anew" in capsys.readouterr().out
-
+    run = make_run(study, ("grpo", None), 0)
+    prepare(run)
+    begun = run.config.run_folder / "checkpoints"
+    begun.mkdir()
+    prepare(run)
+    assert begun.exists()
+    prepare(replace(run, settings={**run.settings, "train.steps": 9}))
+    assert not begun.exists()
+    prepare(run)
+    begun.mkdir()
     other = shutil.copytree(base, tmp_path / "other", ignore=lambda *_: ["model.safetensors", "config.json"])
     model = load_model(base)
     with torch.no_grad():
@@ -351,78 +357,47 @@ def test_partitions_and_twins_are_shared_and_only_what_is_stale_is_done_anew(
     save_model(model, other)
     link.unlink()
     link.symlink_to(other)
-    assert todo() == ["base-seed0", shared, *runs]
-    run = make_run(study, ("dph_js", 2.0), 0)
-    assert (run.config.run_folder / "checkpoints").exists()
-    _Crew(study)._prepare(run, run.config.run_folder, run.settings)
-    assert not (run.config.run_folder / "checkpoints").exists(), "it came from the other base"
+    prepare(run)
+    assert not begun.exists()
 
 
-def stub(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Lets every measurement be `python -c script` instead."""
-    monkeypatch.setattr(_Crew, "measure", lambda crew, run: crew._call(run.id, crew.study.runs, ["-c", script]))
-
-
-def test_a_failing_worker_ends_the_study_with_its_line_and_its_log(
-    study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub(
-        monkeypatch,
-        "import sys; print('error: an old one'); print('noise', end='\\r'); sys.exit('error: no room\\nbye')",
-    )
+def test_a_failing_run_ends_the_study_with_its_line_and_its_log(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     log = study.runs / "logs" / "base-seed0.log"
-    with pytest.raises(UserError, match=re.escape(f"base-seed0: error: no room (log: {log})")):
+    done_by(monkeypatch, "import sys; print('noise', end='\\r'); sys.exit('error: no room\\nbye')")
+    with pytest.raises(UserError, match=re.escape(f"base-seed0: error: no room (exit code 1; log: {log})")):
         run_study(study, ["grpo"], 1)
-    stub(monkeypatch, "raise SystemError('broken')")
-    with pytest.raises(UserError, match=re.escape(f"SystemError: broken (log: {log})")):  # not the line of last time
+    done_by(monkeypatch, "raise SystemError('broken')")
+    with pytest.raises(UserError, match=re.escape("base-seed0: SystemError: broken (exit code 1")):
         run_study(study, ["grpo"], 1)
-    assert "no room" in log.read_text()
-    usage = [json.loads(line) for line in (study.runs / "usage.jsonl").read_text().splitlines()]
-    assert [row["command"] for row in usage] == ["-c", "-c"]
+    done_by(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(UserError, match=re.escape("base-seed0: ended without a word (exit code -9")):
+        run_study(study, ["grpo"], 1)
 
 
-def test_an_interruption_ends_the_processes_and_is_no_error_of_theirs(
-    study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub(monkeypatch, "import time; time.sleep(60)")
-    waits = []
+def test_an_interruption_ends_all_processes_and_waits_for_them(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = "import signal, sys, time\n"
+    saves += "def end(*_): time.sleep(0.3); print('saved'); sys.exit(130)\n"
+    saves += "signal.signal(signal.SIGTERM, end); print('ready', flush=True); time.sleep(60)"
+    started = done_by(monkeypatch, saves)
+    logs = [study.runs / "logs" / f"base-seed{seed}.log" for seed in (0, 1)]
 
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        waits.append(time.monotonic())
-        if len(waits) > 1:
+    def interrupted(seconds: float) -> None:
+        if all(log.exists() and "ready" in log.read_text() for log in logs):
             raise KeyboardInterrupt
-        return real(*arguments, **options)
+        real(seconds)
 
-    real, began = study_module.wait, time.monotonic()
-    monkeypatch.setattr(study_module, "wait", interrupted)
+    real = time.sleep
+    monkeypatch.setattr(time, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_study(study, ["grpo"], 2)
-    assert time.monotonic() - began < 10
-    assert len((study.runs / "usage.jsonl").read_text().splitlines()) == 2, "both were at work, and both have ended"
-
-
-def test_a_crew_that_is_stopping_starts_nothing(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = _Crew(study)
-    crew.stop()
-    monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(KeyboardInterrupt):
-        crew._call("x", study.runs, ["-c", "pass"])
-
-
-def test_the_time_left_is_that_of_jobs_of_the_same_kind() -> None:
-    jobs = [_Job(kind, kind, (), lambda: None) for kind in ("grpo", "dapo", BASE)]
-    assert _time_left(jobs, [], {BASE: [60.0]}, 2) == "time left: known when the first run is done"
-    took = {"grpo": [600.0, 1200.0], "rkl": [1500.0], BASE: [300.0]}  # of dapo nothing is known: all runs' mean, 1100
-    assert _time_left(jobs, [], took, 2) == "about 19 min left"  # (900 + 1100 + 300) / 2 s
-    assert _time_left([], [(jobs[0], time.monotonic() - 300)], took, 2) == "about 10 min left"
-    assert _time_left([], [(jobs[0], time.monotonic() - 3000)], took, 2).startswith("the last ones take longer")
-    assert _time_left(jobs * 10, [], took, 2) == "about 3.2 h left"
+        run_study(study, ["grpo"], 3)
+    assert len(started) == 2
+    assert all("saved" in log.read_text() for log in logs)
 
 
 def test_make_passes_on_what_is_picked() -> None:
-    asked = ["make", "-n", "--no-print-directory", "study", "METHODS=a,b", "SEEDS=2"]
+    asked = ["make", "-n", "--no-print-directory", "study", "STUDY=my.toml", "METHODS=a,b", "SEEDS=2"]
     told = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
-    assert told.stdout.splitlines()[-1].endswith("python -m dph.study --methods a,b --seeds 2")
+    assert told.stdout.splitlines()[-1].endswith("python -m study.run my.toml --methods a,b --seeds 2")
 
 
 # Statistics
@@ -547,7 +522,7 @@ def rows_of(text: str, heading: str) -> dict[tuple[str, str], dict[str, str]]:
 
 
 def test_the_tables_say_what_the_files_say(report: Path) -> None:
-    text = write_tables(report, ["grpo", "dph_f"]).read_text()
+    text = write_tables(report, load_results(report / "runs", ["grpo", "dph_f"])).read_text()
     chosen = rows_of(text, "### in domain")
     assert list(chosen) == [("base", ""), ("grpo", ""), ("dph_f", "eta = 2")]
     best = chosen["dph_f", "eta = 2"]
@@ -578,13 +553,13 @@ def test_the_tables_say_what_the_files_say(report: Path) -> None:
 
 def test_pictures_show_what_the_files_say(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["pass_at_k.png", "training.png", "styles.png", "keep_explore.png", "pareto.png"]
-    assert [path.name for path in draw(report)] == names
+    assert [path.name for path in draw(report, load_results(report / "runs"))] == names
     assert all((report / name).read_bytes().startswith(b"\x89PNG") for name in names)
     for path in {*(report / "runs").glob("*seed1.json"), *(report / "runs").glob("dph_f*")}:
         path.unlink()  # one method at one seed, nothing swept
     seen: dict[str, Figure] = {}
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: seen.update({path.name: figure}))
-    draw(report)
+    draw(report, load_results(report / "runs"))
     base, grpo = ([*map(float, line.get_ydata())] for line in seen["pass_at_k.png"].axes[0].lines)
     assert base == [pytest.approx(np.mean([pass_at_k(16, c, k) for c in (8, 8, 0, 16)])) for k in (1, 2, 4, 8, 16)]
     assert grpo == [0.5] * 5
@@ -598,12 +573,12 @@ def test_pictures_show_what_the_files_say(report: Path, monkeypatch: pytest.Monk
 
 def test_what_came_from_another_base_is_left_out_and_said(report: Path) -> None:
     a_result(report, "grpo", None, 1, [0, 0, 0, 0], base="other")
-    _, settings, notes = load_results(report / "runs", ["dph_f", "grpo"])
-    assert [(s.label, list(s.runs)) for s in settings] == [
+    results = load_results(report / "runs", ["dph_f", "grpo"])
+    assert [(s.label, list(s.runs)) for s in results.settings] == [
         ("dph_f, eta = 0.5", [0, 1]), ("dph_f, eta = 2", [0, 1]), ("grpo", [0]),
     ]  # fmt: skip
-    assert notes == ["grpo-seed1.json is left out: it started from another base than seed 1's"]
-    assert f"Note: {notes[0]}." in write_tables(report).read_text()
+    assert results.notes == ["grpo-seed1.json is left out: it started from another base than seed 1's"]
+    assert f"Note: {results.notes[0]}." in write_tables(report, results).read_text()
 
 
 def test_seeds_of_one_setting_with_different_settings_are_refused(report: Path) -> None:
@@ -612,9 +587,25 @@ def test_seeds_of_one_setting_with_different_settings_are_refused(report: Path) 
         load_results(report / "runs")
 
 
+def test_seeds_under_an_old_and_a_new_name_of_a_key_are_one_setting(report: Path) -> None:
+    new = {"run.seed": 1, "train.steps": 2, "presample.stored_top_k": 5}
+    old = {"run.seed": 0, "train.steps": 2, "presample.top_k": 5}
+    for seed, settings in enumerate((old, new)):
+        a_result(report, "grpo", None, seed, [0, 0, 0, 0], settings=settings)
+    grpo = next(each for each in load_results(report / "runs").settings if each.method == "grpo")
+    assert list(grpo.runs) == [0, 1]
+
+
 def test_nothing_to_report_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no base to report"):
-        write_tables(tmp_path)
+        load_results(tmp_path / "runs")
     a_result(tmp_path, BASE, None, 0, [1])
     with pytest.raises(UserError, match="holds no run to report"):
-        write_tables(tmp_path)
+        load_results(tmp_path / "runs")
+
+
+def test_the_committed_tables_are_those_of_the_committed_files(tmp_path: Path) -> None:
+    study = load_study(ROOT / "study" / "study.toml")
+    results = load_results(ROOT / study.results, list(study.methods))
+    committed = ROOT / study.table.report / "tables.md"
+    assert write_tables(tmp_path, results).read_text() == committed.read_text()

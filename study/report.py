@@ -7,11 +7,11 @@ other questions. A difference of two settings is that of the same questions of t
 Chosen is the value of the swept key with the highest mean of pass@1 and pass@16 on the validation questions, averaged
 over seeds. Those questions enter no other number.
 
-How to read it: `load_results` makes `Setting`s; `values` gives a score for each question, `estimate` its mean and
-interval; `write_tables` puts them together. Pictures of the same: study_plots.py.
+How to read it: `load_results` makes `Setting`s of the files; `values` gives a score for each question, `estimate` its
+mean and interval; `write_tables` puts them together. Pictures of the same: plots.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from dph.checkpoint import write_text
 from dph.errors import UserError, read_json
 from dph.evaluation import pass_at_k
-from dph.study_plan import BASE
+from study.plan import BASE, changed
 
 RESAMPLES = 2000
 KS = (1, 4, 8, 16, 32, 64)
 DOMAINS = {"in_domain": "in domain", "cross_domain": "cross-domain", "out_of_domain": "out of domain"}
 VALIDATION, CHOICE = "validation", (1, 16)  # the k whose mean pass@k on validation chooses
 Array = NDArray[np.float64]
-Rows = list[list[str]]
+Row = dict[str, str]  # of a table: cells by column
 
 
 class Estimate(NamedTuple):
@@ -48,6 +48,9 @@ class Estimate(NamedTuple):
         mean, low, high = (f"{round(x, 3) + 0.0:+.3f}".replace("-", "−") for x in self)  # + 0.0: no −0.000
         text = f"{mean} [{low}, {high}]"
         return f"**{text}**" if self.low > 0 or self.high < 0 else text
+
+
+NOTHING = Estimate(np.nan, np.nan, np.nan)
 
 
 @dataclass(frozen=True)
@@ -69,17 +72,33 @@ class Setting:
         """The method with its value, for pictures."""
         return f"{self.method}, {self.swept}" if self.swept else self.method
 
-    def mean(self, of: Callable[[dict[str, Any]], float | None]) -> float:
-        """The mean over seeds of a number of each run; NaN where a run has none."""
-        return float(np.mean([np.nan if (x := of(run)) is None else x for run in self.runs.values()]))
+    @property
+    def step_seconds(self) -> float:
+        """Seconds a step, the mean over seeds."""
+        return float(np.mean([sum(run["seconds"].values()) for run in self.runs.values()]))
+
+    @property
+    def megabytes(self) -> float:
+        """Peak memory of the training process, the mean over seeds."""
+        return float(np.mean([run["peak_bytes"] / 1e6 for run in self.runs.values()]))
 
 
-def load_results(folder: Path, order: Sequence[str] = ()) -> tuple[Setting | None, list[Setting], list[str]]:
-    """The base, all settings in `order` of their methods, and notes on files that are left out.
+@dataclass(frozen=True)
+class Results:
+    """All that the JSON files hold: the base, every setting, each method's chosen one, notes on what is left out."""
+
+    base: Setting
+    settings: list[Setting]
+    chosen: list[Setting]
+    notes: list[str]
+
+
+def load_results(folder: Path, order: Sequence[str] = ()) -> Results:
+    """Reads FOLDER/*.json, the methods in `order`.
 
     A run whose seed's base is not there, or has other weights, is left out: it can be held against nothing.
 
-    Raises: UserError where seeds of one setting were run with different settings.
+    Raises: UserError where there is no base or no run, or where seeds of one setting were run with different settings.
     """
     runs = [(path.name, read_json(path)) for path in sorted(folder.glob("*.json"))]
     bases = {run["seed"]: run for _, run in runs if run["method"] == BASE}
@@ -89,22 +108,19 @@ def load_results(folder: Path, order: Sequence[str] = ()) -> tuple[Setting | Non
         if run["base"] != bases.get(run["seed"], {}).get("base"):
             notes.append(f"{name} is left out: it started from another base than seed {run['seed']}'s")
             continue
-        key = run["method"], run["value"]
-        setting = found.setdefault(key, Setting(run["method"], run["sweep"], run["value"], {}))
-        for other in setting.runs.values():
-            _same_settings(folder / name, run["settings"], other["settings"], other["seed"])
+        new = Setting(run["method"], run["sweep"], run["value"], {})
+        setting = found.setdefault((new.method, new.value), new)
+        for seed, other in setting.runs.items():
+            for key in set(changed(run["settings"], other["settings"])) - {"run.seed"}:
+                differs = f"{key} = {run['settings'].get(key)!r}, but {other['settings'].get(key)!r} at seed {seed}"
+                raise UserError(f"{folder / name}: {differs}; run the study again")
         setting.runs[run["seed"]] = run
-    rank = {name: number for number, name in enumerate([BASE, *order])}
-    ordered = sorted(found.values(), key=lambda s: (rank.get(s.method, len(rank)), s.method, s.value or 0.0))
-    return found.get((BASE, None)), [s for s in ordered if s.method != BASE], notes
-
-
-def _same_settings(path: Path, here: Mapping[str, Any], there: Mapping[str, Any], seed: int) -> None:
-    for name in sorted((here.keys() | there.keys()) - {"run.seed"}):
-        if here.get(name) != there.get(name):
-            raise UserError(
-                f"{path}: {name} = {here.get(name)!r}, but {there.get(name)!r} at seed {seed}; run the study again"
-            )
+    base = found.pop((BASE, None), None)
+    if base is None or not found:
+        raise UserError(f"{folder}: holds no {'base' if base is None else 'run'} to report")
+    rank = {name: number for number, name in enumerate(order)}
+    settings = sorted(found.values(), key=lambda s: (rank.get(s.method, len(rank)), s.method, s.value or 0.0))
+    return Results(base, settings, choose(settings), notes)
 
 
 @cache
@@ -124,13 +140,17 @@ def estimate(values: Array, shares: Array | None = None) -> Estimate:
     Args:
         shares: how much each counts, (seeds, questions); None: all alike, and NaN not at all.
     """
-    shares = (~np.isnan(values)).astype(np.float64) if shares is None else shares
-    flat, each = np.where(shares > 0, values * shares, 0.0).reshape(-1), shares.reshape(-1)
+    if shares is None:
+        shares = (~np.isnan(values)).astype(np.float64)
+    flat = np.where(shares > 0, values * shares, 0.0).reshape(-1)
+    each = shares.reshape(-1)
+    if not each.any():
+        return NOTHING
     weights = _weights(*values.shape)
-    with np.errstate(invalid="ignore"):  # where none counts
-        mean, means = flat.sum() / each.sum(), (weights @ flat) / (weights @ each)
-    low, high = np.nanquantile(means, [0.025, 0.975]) if each.any() else (np.nan, np.nan)
-    return Estimate(float(mean), float(low), float(high))
+    with np.errstate(invalid="ignore"):  # a resample may hold none that counts
+        means = (weights @ flat) / (weights @ each)
+    low, high = np.nanquantile(means, [0.025, 0.975])
+    return Estimate(float(flat.sum() / each.sum()), float(low), float(high))
 
 
 def values(setting: Setting, role: str, score: str, seeds: Iterable[int] | None = None) -> Array:
@@ -165,7 +185,9 @@ def keep_explore(base: Setting, setting: Setting, role: str, k: int) -> tuple[Es
     A question counts for keep by the base's chance to solve it, for explore by its chance not to; with k = n these are
     0 and 1, and both are what evaluation.keep_explore gives for the questions of all seeds together.
     """
-    new, old = (values(s, role, f"pass@{k}", common(base, setting)) for s in (setting, base))
+    seeds = common(base, setting)
+    old = values(base, role, f"pass@{k}", seeds)
+    new = values(setting, role, f"pass@{k}", seeds)
     return estimate(new, old), estimate(new, 1 - old)
 
 
@@ -178,7 +200,7 @@ def difference(a: Setting, b: Setting, role: str, score: str) -> Estimate:
     """a - b on the same questions of the seeds that both have; NaN where they have none."""
     seeds = common(a, b)
     if not seeds:
-        return Estimate(np.nan, np.nan, np.nan)
+        return NOTHING
     return estimate(values(a, role, score, seeds) - values(b, role, score, seeds))
 
 
@@ -190,7 +212,8 @@ def samples(setting: Setting, role: str) -> int:
 def validation_score(setting: Setting) -> float:
     """The mean of pass@1 and pass@16 on validation (of pass@n, where there are only n answers)."""
     n = samples(setting, VALIDATION)
-    return float(np.mean([values(setting, VALIDATION, f"pass@{min(k, n)}").mean() for k in CHOICE]))
+    scores = [values(setting, VALIDATION, f"pass@{min(k, n)}") for k in CHOICE]
+    return float(np.mean([score.mean() for score in scores]))
 
 
 def choose(settings: Sequence[Setting]) -> list[Setting]:
@@ -207,7 +230,7 @@ def choose(settings: Sequence[Setting]) -> list[Setting]:
 
 HEAD = """# Tables of the study
 
-Written by `python -m dph.study --report` from the files in runs/; not by hand. What is compared, and how to read this:
+Written by `python -m study.run --report` from the files in runs/; not by hand. What is compared, and how to read this:
 [study.md](../study.md).
 
 A number is the mean over all questions of all seeds ± half its 95 % interval (hierarchical bootstrap over seeds and
@@ -215,95 +238,110 @@ questions). pass@k is of {n} answers a question. keep: the share of the question
 solved; explore: the share of the others that are now solved; "solved" by at least one of the {n}. bits: entropy of the
 styles of a question's answers; top style: the share of the commonest.
 """
-
-
-def write_tables(folder: Path, order: Sequence[str] = ()) -> Path:
-    """Writes FOLDER/tables.md from FOLDER/runs/*.json, and returns it. UserError: no base, or no run to report."""
-    base, settings, notes = load_results(folder / "runs", order)
-    if base is None or not settings:
-        raise UserError(f"{folder / 'runs'}: holds no {'base' if base is None else 'run'} to report")
-    chosen = choose(settings)
-    parts = [HEAD.format(n=samples(base, "in_domain")), *(f"Note: {note}.\n" for note in notes)]
-    parts += ["## Methods at the setting chosen on validation\n"]
-    parts += [f"### {name}\n\n{scores(base, chosen, role)}" for role, name in DOMAINS.items()]
-    parts += ["### Partition, seconds a step, memory\n\n" + COST + costs(chosen)]
-    named = {setting.method: setting for setting in (base, *chosen)}
-    for against in (named[name] for name in ("grpo", BASE, "rkl") if name in named):
-        others = [setting for setting in chosen if setting is not against]
-        parts += [f"## Each method minus {against.method}\n\n{PAIRED}{differences(others, against)}"]
-    parts += ["## Every setting\n", "### The choice\n\n" + choices(base, settings, chosen)]
-    parts += [f"### {name}\n\n{scores(base, settings, role)}" for role, name in DOMAINS.items()]
-    parts += ["### Partition, seconds a step, memory\n\n" + costs(settings), _made_with(base, settings)]
-    write_text(folder / "tables.md", "\n".join(parts))
-    return folder / "tables.md"
-
-
 COST = "Medians over a run's steps, means over seeds; memory is the largest of the training process.\n\n"
 PAIRED = "The same questions of the same seeds; bold where the interval leaves out 0.\n\n"
 
 
-def markdown(rows: Rows) -> str:
-    """A table; its first row is the header."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "| --- " * len(rows[0]) + "|", *lines[1:]]) + "\n"
+def write_tables(folder: Path, results: Results) -> Path:
+    """Writes FOLDER/tables.md, and returns it."""
+    base, settings, chosen = results.base, results.settings, results.chosen
+    parts = [HEAD.format(n=samples(base, "in_domain"))]
+    parts += [f"Note: {note}.\n" for note in results.notes]
+    parts += ["## Methods at the setting chosen on validation\n"]
+    parts += [f"### {name}\n\n{scores(base, chosen, role)}" for role, name in DOMAINS.items()]
+    parts += ["### Partition, seconds a step, memory\n\n" + COST + costs(chosen)]
+    named = {setting.method: setting for setting in (base, *chosen)}
+    for method in ("grpo", BASE, "rkl"):
+        if method in named:
+            others = [setting for setting in chosen if setting.method != method]
+            parts += [f"## Each method minus {method}\n\n{PAIRED}{differences(others, named[method])}"]
+    parts += ["## Every setting\n", "### The choice\n\n" + choices(base, settings, chosen)]
+    parts += [f"### {name}\n\n{scores(base, settings, role)}" for role, name in DOMAINS.items()]
+    parts += ["### Partition, seconds a step, memory\n\n" + costs(settings), made_with(base, settings)]
+    write_text(folder / "tables.md", "\n".join(parts))
+    return folder / "tables.md"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table; its columns are those of the first row, "" where there is none."""
+    columns = list(rows[0]) if rows else []
+    cells = [columns, *([row[column] for column in columns] for row in rows)]
+    header, *lines = [f"| {' | '.join(line)} |" for line in cells]
+    return "\n".join([header, "| --- " * len(columns) + "|", *lines]) + "\n"
+
+
+def row_of(setting: Setting) -> Row:
+    """The first cells of a setting's row."""
+    return {"method": setting.method, "setting": setting.swept}
 
 
 def scores(base: Setting, settings: Sequence[Setting], role: str) -> str:
     """Greedy, pass@k, keep, explore and styles of one set."""
     n = samples(base, role)
-    columns = ["greedy", *(f"pass@{k}" for k in KS if k <= n), "bits", "top"]
-    rows = [["method", "setting", "seeds", *columns[:-2], "keep", "explore", "bits", "top style"]]
+    rows = []
     for setting in (base, *settings):
-        told = [str(estimate(values(setting, role, score))) for score in columns]
-        kept = ["", ""] if setting is base else [str(each) for each in keep_explore(base, setting, role, n)]
-        rows.append([setting.method, setting.swept, str(len(setting.runs)), *told[:-2], *kept, *told[-2:]])
+        row = row_of(setting) | {"seeds": str(len(setting.runs))}
+        for score in ("greedy", *(f"pass@{k}" for k in KS if k <= n)):
+            row[score] = str(estimate(values(setting, role, score)))
+        keep, explore = keep_explore(base, setting, role, n)
+        row["keep"] = "" if setting is base else str(keep)
+        row["explore"] = "" if setting is base else str(explore)
+        row["bits"] = str(estimate(values(setting, role, "bits")))
+        row["top style"] = str(estimate(values(setting, role, "top")))
+        rows.append(row)
     return markdown(rows)
 
 
 def costs(settings: Sequence[Setting]) -> str:
     """|D_pef|, |D_exp|, seconds a step by phase, peak memory."""
-    phases = list(dict.fromkeys(phase for s in settings for run in s.runs.values() for phase in run["seconds"]))
-    rows = [["method", "setting", "D_pef", "D_exp", *(f"{phase} s" for phase in phases), "step s", "MB"]]
+    phases = dict.fromkeys(phase for setting in settings for run in setting.runs.values() for phase in run["seconds"])
+    rows = []
     for setting in settings:
-        sizes = [setting.mean(lambda run, name=name: run[name]) for name in ("d_pef", "d_exp")]  # type: ignore[misc]
-        seconds = [setting.mean(lambda run, phase=phase: run["seconds"].get(phase, 0.0)) for phase in phases]  # type: ignore[misc]
-        memory = setting.mean(lambda run: run["peak_bytes"] / 1e6)
-        told = [f"{x:.2f}" for x in (*seconds, sum(seconds))]
-        rows.append(
-            [setting.method, setting.swept, *("–" if x != x else f"{x:.0f}" for x in sizes), *told, f"{memory:.0f}"]
-        )
+        row = row_of(setting)
+        runs = list(setting.runs.values())
+        for name, column in (("d_pef", "D_pef"), ("d_exp", "D_exp")):
+            sizes = [run[name] for run in runs]
+            row[column] = "–" if None in sizes else f"{np.mean(sizes):.0f}"
+        for phase in phases:
+            row[f"{phase} s"] = f"{np.mean([run['seconds'].get(phase, 0.0) for run in runs]):.2f}"
+        row["step s"] = f"{setting.step_seconds:.2f}"
+        row["MB"] = f"{setting.megabytes:.0f}"
+        rows.append(row)
     return markdown(rows)
 
 
 def differences(settings: Sequence[Setting], against: Setting) -> str:
     """pass@1, pass@16 and pass@64 of each domain, minus those of `against`."""
-    ks = {role: [k for k in (1, 16, 64) if k <= samples(against, role)] for role in DOMAINS}
-    rows = [["method", "setting", *(f"{name}, pass@{k}" for role, name in DOMAINS.items() for k in ks[role])]]
+    rows = []
     for setting in settings:
-        told = [difference(setting, against, role, f"pass@{k}").signed() for role in DOMAINS for k in ks[role]]
-        rows.append([setting.method, setting.swept, *told])
+        row = row_of(setting)
+        for role, name in DOMAINS.items():
+            for k in (1, 16, 64):
+                if k <= samples(against, role):
+                    row[f"{name}, pass@{k}"] = difference(setting, against, role, f"pass@{k}").signed()
+        rows.append(row)
     return markdown(rows)
 
 
 def choices(base: Setting, settings: Sequence[Setting], chosen: Sequence[Setting]) -> str:
     """The scores on validation by which the settings are chosen."""
     n = samples(base, VALIDATION)
-    ks = [min(k, n) for k in CHOICE]
-    rows = [["method", "setting", "seeds", *(f"pass@{k}" for k in ks), "their mean", ""]]
+    rows = []
     for setting in (base, *settings):
-        told = [str(estimate(values(setting, VALIDATION, f"pass@{k}"))) for k in ks]
-        mark = "chosen" if setting in chosen and setting.swept else ""
-        rows.append(
-            [setting.method, setting.swept, str(len(setting.runs)), *told, f"{validation_score(setting):.4f}", mark]
-        )
+        row = row_of(setting) | {"seeds": str(len(setting.runs))}
+        for k in CHOICE:
+            row[f"pass@{min(k, n)}"] = str(estimate(values(setting, VALIDATION, f"pass@{min(k, n)}")))
+        row["their mean"] = f"{validation_score(setting):.4f}"
+        row[""] = "chosen" if setting in chosen and setting.swept else ""
+        rows.append(row)
     return markdown(rows)
 
 
-def _made_with(base: Setting, settings: Sequence[Setting]) -> str:
+def made_with(base: Setting, settings: Sequence[Setting]) -> str:
+    """How many runs there are, how long they took, and what made them."""
     runs = [run for setting in (base, *settings) for run in setting.runs.values()]
-    versions, commits = (sorted({str(run[name]) for run in runs}) for name in ("torch", "commit"))
+    versions = sorted({run["torch"] for run in runs})
+    commits = sorted({run["commit"][:8] or "unknown" for run in runs})
     hours = sum(run["wall_seconds"] for run in runs) / 3600
-    return (
-        f"{len(runs)} runs, {hours:.1f} hours of one thread; torch {', '.join(versions)}; "
-        f"commit {', '.join(commit[:8] or 'unknown' for commit in commits)}.\n"
-    )
+    made = f"{len(runs)} runs, {hours:.1f} hours of one thread"
+    return f"{made}; torch {', '.join(versions)}; commit {', '.join(commits)}.\n"

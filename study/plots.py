@@ -1,10 +1,10 @@
-"""The study's pictures, from the same JSON files as its tables (study_report.py), each method in one colour throughout.
+"""The study's pictures, from the same JSON files as its tables (report.py), each method in one colour throughout.
 
 pass_at_k.png, keep_explore.png and styles.png show each method at the setting chosen on validation; training.png
 validation over training steps; pareto.png every setting, a curve for each method, and what it costs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,52 +14,32 @@ matplotlib.use("Agg")  # files only; no screen is needed
 import matplotlib.pyplot as plt
 import numpy as np
 
-from dph.study_report import (
-    CHOICE,
-    DOMAINS,
-    KS,
-    Array,
-    Setting,
-    choose,
-    estimate,
-    keep_explore,
-    load_results,
-    samples,
-    values,
-)
+from study.plan import BASE
+from study.report import CHOICE, DOMAINS, KS, Results, Setting, estimate, keep_explore, samples, values
 
 COLOURS = [*plt.get_cmap("tab10").colors, *plt.get_cmap("Dark2").colors]  # type: ignore[attr-defined]
 MARKERS = "osD^vP*X<>"
 TRIES = 8  # in which a question counts as solved in keep_explore.png: in all 64 the base solves nearly every one
+Looks = dict[str, dict[str, Any]]  # colour and marker of each method
 
 
-def draw(folder: Path, order: Sequence[str] = ()) -> list[Path]:
-    """Draws all pictures into FOLDER from FOLDER/runs/*.json, and returns them."""
-    base, settings, _ = load_results(folder / "runs", order)
-    assert base is not None, "tables come first, and want a base"
-    chosen = choose(settings)
-    looks = {
-        method: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-        for i, method in enumerate(dict.fromkeys(setting.method for setting in settings))
+def draw(folder: Path, results: Results) -> list[Path]:
+    """Draws all pictures into FOLDER, and returns them."""
+    looks: Looks = {BASE: {"color": "black", "marker": "."}}
+    for i, method in enumerate(dict.fromkeys(setting.method for setting in results.settings)):
+        looks[method] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+    base, chosen = results.base, results.chosen
+    figures = {
+        "pass_at_k.png": _pass_at_k(base, chosen, looks),
+        "training.png": _training(base, chosen, looks),
+        "styles.png": _styles(base, chosen),
+        "keep_explore.png": _keep_explore(base, chosen, looks),
+        "pareto.png": _pareto(base, results.settings, looks),
     }
-    looks[base.method] = {"color": "black", "marker": "."}
-    pictures: list[tuple[str, Callable[..., Any], Any]] = [
-        ("pass_at_k", _pass_at_k, chosen),
-        ("training", _training, chosen),
-        ("styles", _styles, chosen),
-        ("keep_explore", _keep_explore, chosen),
-        ("pareto", _pareto, settings),
-    ]
-    paths = []
-    for name, picture, shown in pictures:
-        figure = picture(base, shown, looks)
-        figure.savefig(folder / f"{name}.png", dpi=110)
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=110)
         plt.close(figure)
-        paths.append(folder / f"{name}.png")
-    return paths
-
-
-Looks = dict[str, dict[str, Any]]
+    return [folder / name for name in figures]
 
 
 def _panels(count: int, width: float = 4.4, height: float = 4.0) -> tuple[Any, Any]:
@@ -89,37 +69,33 @@ def _training(base: Setting, chosen: Sequence[Setting], looks: Looks) -> Any:
     """pass@1 and pass@k on validation over training steps: means over seeds, each seed a thin line."""
     figure, panels = _panels(2, 5.0)
     k = max(run["curve"]["k"] for setting in (base, *chosen) for run in setting.runs.values())
-    for column, (panel, name) in enumerate(zip(panels[0], ("pass@1", f"pass@{k}"), strict=True), start=1):
+    for column, name in ((1, "pass@1"), (2, f"pass@{k}")):
+        panel = panels[0][column - 1]
         for setting in chosen:
+            look = looks[setting.method]
             curves = [base.runs[seed]["curve"]["points"] + run["curve"]["points"] for seed, run in setting.runs.items()]
-            whole: Array = np.array([points for points in curves if len(points) == max(map(len, curves))])
-            if not whole.size:
-                continue
+            longest = max(map(len, curves))
+            whole = np.array([points for points in curves if len(points) == longest])  # (seeds, evaluations, 3)
             for points in whole:
-                panel.plot(
-                    points[:, 0], points[:, column], color=looks[setting.method]["color"], alpha=0.2, linewidth=0.8
-                )
-            panel.plot(
-                whole[0, :, 0], whole[:, :, column].mean(0), label=setting.label, markersize=4, **looks[setting.method]
-            )
+                panel.plot(points[:, 0], points[:, column], color=look["color"], alpha=0.2, linewidth=0.8)
+            panel.plot(whole[0, :, 0], whole[:, :, column].mean(0), label=setting.label, markersize=4, **look)
         panel.set(title=f"{name}, validation", xlabel="step", ylabel=name)
         panel.grid(alpha=0.3)
     panels[0][0].legend(fontsize=8)
     return figure
 
 
-def _styles(base: Setting, chosen: Sequence[Setting], looks: Looks) -> Any:
+def _styles(base: Setting, chosen: Sequence[Setting]) -> Any:
     """Shares of a question's answers in its commonest, second and third style, and in none; means over questions."""
-    figure, panels = _panels(len(DOMAINS), height=1.2 + 0.32 * (len(chosen) + 1))
-    names = ["commonest style", "second", "third", "no style"]
+    shown = [base, *chosen]
+    figure, panels = _panels(len(DOMAINS), height=1.2 + 0.32 * len(shown))
     for panel, (role, title) in zip(panels[0], DOMAINS.items(), strict=True):
-        bars = np.array([_shares(setting, role) for setting in (base, *chosen)])  # (settings, 4)
-        left = np.cumsum(bars, axis=1) - bars
-        for i, name in enumerate(names):
-            panel.barh(
-                range(len(bars)), bars[:, i], left=left[:, i], label=name, color=plt.get_cmap("viridis")(i / 3.3)
-            )
-        panel.set_yticks(range(len(bars)), [setting.label for setting in (base, *chosen)], fontsize=8)
+        shares = np.array([_shares(setting, role) for setting in shown])  # (settings, 4)
+        left = np.zeros(len(shown))
+        for i, name in enumerate(("commonest style", "second", "third", "no style")):
+            panel.barh(range(len(shown)), shares[:, i], left=left, label=name, color=plt.get_cmap("viridis")(i / 3.3))
+            left = left + shares[:, i]
+        panel.set_yticks(range(len(shown)), [setting.label for setting in shown], fontsize=8)
         panel.set(title=title, xlabel="share of answers", xlim=(0, 1))
         panel.invert_yaxis()
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
@@ -155,21 +131,21 @@ def _pareto(base: Setting, settings: Sequence[Setting], looks: Looks) -> Any:
     """In domain: pass@1 against pass@16, each method a curve along its sweep; their mean against seconds a step."""
     figure, (plane, price) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     ks = [min(k, samples(base, "in_domain")) for k in CHOICE]
-    results = {s.label: [values(s, "in_domain", f"pass@{k}").mean() for k in ks] for s in (base, *settings)}
-    plane.plot(*results[base.label], label=base.label, linestyle="", **looks[base.method])
-    price.axhline(np.mean(results[base.label]), color="black", linewidth=0.8, linestyle=":", label=base.label)
+    found = {s.label: [values(s, "in_domain", f"pass@{k}").mean() for k in ks] for s in (base, *settings)}
+    plane.plot(*found[base.label], label=base.label, linestyle="", **looks[BASE])
+    price.axhline(np.mean(found[base.label]), color="black", linewidth=0.8, linestyle=":", label=base.label)
     for method in dict.fromkeys(setting.method for setting in settings):
         mine = [setting for setting in settings if setting.method == method]
-        points = np.array([results[setting.label] for setting in mine])  # (settings, 2)
-        seconds = [setting.mean(lambda run: sum(run["seconds"].values())) for setting in mine]
-        memory = [setting.mean(lambda run: run["peak_bytes"] / 1e6) for setting in mine]
+        scores = np.array([found[setting.label] for setting in mine])  # (settings, 2)
+        seconds = [setting.step_seconds for setting in mine]
+        memory = np.mean([setting.megabytes for setting in mine])
         look = {"markersize": 5, "linewidth": 1, **looks[method]}
-        plane.plot(points[:, 0], points[:, 1], label=method, **look)
-        price.plot(seconds, points.mean(1), label=f"{method}: {np.mean(memory):.0f} MB", **look)
-        for panel, across, up in ((plane, points[:, 0], points[:, 1]), (price, seconds, points.mean(1))):
-            for setting, x, y in zip(mine, across, up, strict=True):
-                if setting.value is not None:
-                    panel.annotate(f"{setting.value:g}", (x, y), (3, 3), textcoords="offset points", fontsize=7)
+        plane.plot(scores[:, 0], scores[:, 1], label=method, **look)
+        price.plot(seconds, scores.mean(1), label=f"{method}: {memory:.0f} MB", **look)
+        for setting, score, x in zip(mine, scores, seconds, strict=True):
+            if setting.value is not None:
+                for panel, place in ((plane, score), (price, (x, score.mean()))):
+                    panel.annotate(f"{setting.value:g}", place, (3, 3), textcoords="offset points", fontsize=7)
     plane.set(title="In domain; numbers are the swept key's value", xlabel=f"pass@{ks[0]}", ylabel=f"pass@{ks[1]}")
     price.set(title="What a result costs", xlabel="seconds a step", ylabel=f"mean of pass@{ks[0]} and pass@{ks[1]}")
     for panel in (plane, price):

@@ -1,0 +1,158 @@
+"""One run of the study, trained and measured: python -m study.measure STUDY.toml METHOD VALUE SEED (run.py calls it).
+
+It trains as train.py does, answers every set of the study with the newest checkpoint, greedily and n times, and writes
+one JSON file: of each question how many answers are right, whether the greedy one is, and how many are in each style;
+also sizes of the partition, seconds a step, peak memory, and the curve of the evaluations during training. The base is
+measured alone. RUN/usage.json says, once the training is done, what it took.
+
+Simplified: the seconds of an interrupted training are those since its last start.
+"""
+
+import json
+import resource
+import runpy
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dph.answering import Policy
+from dph.checkpoint import newest_checkpoint, read_log, write_text
+from dph.cli import load_policy, open_task, set_up, to_the_end
+from dph.config import Config
+from dph.errors import read_json
+from dph.evaluation import evaluate, summarise
+from dph.prompts import PromptSet, tokenize
+from dph.tasks.miniature import style_of
+from study.plan import BASE, Run, SetTable, Study, load_study, make_run
+
+TRAIN = Path(__file__).parent.parent / "train.py"
+STYLES = 3  # of each family of the miniature
+
+
+def train(run: Run) -> None:
+    """Does what the command train.py does, in this process, unless that is done; what it took into usage.json."""
+    usage = run.config.run_folder / "usage.json"
+    if usage.exists():
+        return
+    began = time.monotonic()
+    sys.argv = [str(TRAIN), *run.command]
+    runpy.run_path(str(TRAIN), run_name="__main__")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    write_text(usage, json.dumps({"seconds": time.monotonic() - began, "peak_bytes": peak}) + "\n")
+
+
+def measure(study: Study, run: Run) -> None:
+    """Answers all sets with the newest checkpoint of a run (the base: with its model), and writes its JSON file."""
+    began = time.monotonic()
+    config = run.config
+    device = set_up(config)
+    policy = load_policy(config.model.path, config, device)
+    found: dict[str, Any] = {"method": run.method, "sweep": run.sweep, "value": run.value, "seed": run.seed}
+    found["base"] = policy.weights_hash()
+    found["commit"] = _commit()
+    found["torch"] = torch.__version__
+    validation = study.sets["validation"].source
+    if run.method == BASE:
+        found["curve"] = _curve_of_base(policy, validation, config)
+        usage: dict[str, Any] = {"seconds": 0.0, "peak_bytes": 0}
+    else:
+        newest = newest_checkpoint(config.run_folder)
+        assert newest is not None, f"{config.run_folder} holds no checkpoint"
+        policy = load_policy(str(newest), config, device)
+        found |= _of_training(config.run_folder, validation)
+        usage = read_json(config.run_folder / "usage.json")
+    found["sets"] = {role: _answers(policy, each, config) for role, each in study.sets.items()}
+    found["peak_bytes"] = usage["peak_bytes"]
+    found["wall_seconds"] = round(usage["seconds"] + time.monotonic() - began, 1)
+    found["settings"] = run.settings
+    write_result(study.results / f"{run.id}.json", found)
+
+
+def write_result(path: Path, found: Mapping[str, Any]) -> None:
+    """One line for each key, so that a difference between two files can be read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in found.items()]
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _commit() -> str:
+    """The project's commit, "" where it is no checkout."""
+    if shutil.which("git") is None:
+        return ""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+
+
+def _curve_of_base(policy: Policy, source: str, config: Config) -> dict[str, Any]:
+    """The base's point of the curve over training steps: what an evaluation during training would have found."""
+    data = tokenize(open_task(source, config), policy.tokenizer, config)
+    part = PromptSet(data.task, data.prompts[: config.eval.during_prompts])
+    result, _ = evaluate(policy, part, config, config.eval.during_samples, greedy=False)
+    return _curve({0: summarise(result, config.eval.k)})
+
+
+def _of_training(folder: Path, validation: str) -> dict[str, Any]:
+    """Sizes of the partition, medians of the seconds a step, and the curve over training steps."""
+    report = read_json(folder / "presample" / "report.json", optional=True)
+    found: dict[str, Any] = {name: report.get(name) for name in ("d_pef", "d_exp", "rehearsal_answers")}
+    rows = read_log(folder / "metrics.jsonl", "step")
+    columns = sorted({name for row in rows for name in row if name.startswith("seconds/")})
+    found["seconds"] = {}
+    for column in columns:
+        median = statistics.median(row.get(column, 0.0) for row in rows)
+        found["seconds"][column.removeprefix("seconds/")] = round(median, 4)
+    found["curve"] = _curve({row["step"]: row["eval"][validation] for row in rows if validation in row.get("eval", {})})
+    return found
+
+
+def _curve(summaries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """{"k": the largest k, "points": [[step, pass@1, pass@k], ...]} of summaries by step."""
+    k = max((int(name[5:]) for told in summaries.values() for name in told if name.startswith("pass@")), default=0)
+    points = []
+    for step, told in summaries.items():
+        points.append([step, round(told["pass@1"][0], 5), round(told[f"pass@{k}"][0], 5)])
+    return {"k": k, "points": points}
+
+
+def _answers(policy: Policy, wanted: SetTable, config: Config) -> dict[str, Any]:
+    """One set's {"source", "n", "correct", "greedy", "styles"}: a number, or a count of each style, a question."""
+    task = open_task(wanted.source, config)
+    data = tokenize(task, policy.tokenizer, config)
+    result, answers = evaluate(policy, data, config, wanted.samples, greedy=True)
+    task.close()
+    prompts = {prompt.index: prompt for prompt in data.prompts}
+    styles = {index: [0] * STYLES for index in prompts}
+    for got in answers:
+        prompt = prompts[got.rollout.prompt]
+        style = style_of(prompt, got.text) if "family" in prompt.meta else None
+        if style is not None:
+            styles[prompt.index][style] += 1
+    problems = result["problems"]
+    return {
+        "source": wanted.source,
+        "n": wanted.samples,
+        "correct": [problem["correct"] for problem in problems],
+        "greedy": [int(problem["greedy"]) for problem in problems],
+        "styles": [styles[problem["prompt"]] for problem in problems],
+    }
+
+
+def main(file: str, method: str, value: str, seed: str) -> None:
+    """Trains and measures a run; VALUE is None where its method sweeps no key."""
+    study = load_study(Path(file))
+    run = make_run(study, (method, None if value == "None" else float(value)), int(seed))
+    if method != BASE:
+        train(run)
+    measure(study, run)
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    to_the_end(lambda: main(*arguments), debug=False)
