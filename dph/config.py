@@ -59,6 +59,7 @@ class DataConfig:
     instruction: str = key("", "text appended to every bare question")
     fields: dict[str, str] = key({}, "column names of other files: {prompt = ..., answer = ...}")
     strict: bool = key(True, "math: only a box or #### counts as an answer")
+    math_match: str = key("number", "math: a gold number wants a number; value takes sums too", "number", "value")
     db_root: str = key("", "sql: folder of the databases")
     sql_match: str = key("bird", "sql: bird compares sets of rows, spider bags", "bird", "spider")
     grader_timeout: float = key(3.0, "seconds one answer may take to grade", low=0.01)

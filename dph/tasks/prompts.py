@@ -32,7 +32,8 @@ class PromptSet:
         prompts = json.dumps([(q.prompt.index, q.tokens, repr(q.prompt.gold)) for q in self.questions])
         found = {**asdict(config.sampling), **settings, "seed": config.run.seed, "dtype": config.run.dtype}
         found.pop("max_rows")  # how many at once changes nothing that is said
-        found["judge"] = [config.data.strict, config.data.sql_match, config.data.grader_timeout]
+        data = config.data
+        found["judge"] = [data.strict, data.math_match, data.sql_match, data.grader_timeout]
         hashed = hashlib.sha256(prompts.encode()).hexdigest()
         return {"model": weights, "prompts": hashed, "settings": json.dumps(found, sort_keys=True)}
 
