@@ -6,6 +6,7 @@ Which answer a response gives is math_extraction.py's, whether it is right math_
 of them are compared in this process at once; the rest by algebra (math_algebra.py) in a worker process (workers.py).
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,6 +192,8 @@ def _gold(row: Row, field: str, value: Any) -> str:
     """The gold answer of a text or number: what follows its ####, if any, and of that the last box, if any."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise row.error(f"{field} = {value!r} should be a text or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise row.error(f"{field} = {value!r} should be a finite number")
     text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
     hashes, text = text.rpartition("####")[1:]
     if (boxed := last_box(text)) is not None:
