@@ -62,6 +62,7 @@ class DataConfig:
     math_match: str = key("number", "math: a gold number wants a number; value takes sums too", "number", "value")
     db_root: str = key("", "sql: folder of the databases")
     sql_match: str = key("bird", "sql: bird compares sets of rows, spider bags", "bird", "spider")
+    sql_variants: int = key(0, "sql: copies of each database with rows changed that must agree, too", low=0, high=100)
     grader_timeout: float = key(3.0, "seconds one answer may take to grade", low=0.01)
     grader_workers: int = key(1, "processes that grade", low=1)
     max_prompt_tokens: int = key(1024, "longer prompts are left out, and counted", low=1)

@@ -33,7 +33,7 @@ class PromptSet:
         found = {**asdict(config.sampling), **settings, "seed": config.run.seed, "dtype": config.run.dtype}
         found.pop("max_rows")  # how many at once changes nothing that is said
         data = config.data
-        found["judge"] = [data.strict, data.math_match, data.sql_match, data.grader_timeout]
+        found["judge"] = [data.strict, data.math_match, data.sql_match, data.sql_variants, data.grader_timeout]
         hashed = hashlib.sha256(prompts.encode()).hexdigest()
         return {"model": weights, "prompts": hashed, "settings": json.dumps(found, sort_keys=True)}
 
