@@ -23,7 +23,7 @@ from dph.tasks.base import (
     known_options,
     read_rows,
 )
-from dph.tasks.math_equality import Match, quick
+from dph.tasks.math_equality import LONGEST, Match, quick
 from dph.tasks.math_extraction import extract, last_box
 from dph.tasks.math_notation import clean, plain
 from dph.tasks.math_parts import expressions
@@ -127,7 +127,7 @@ class MathTask(Task):
 def _with_unit(prompt: Prompt, answer: str) -> Pair:
     """Gold answer and answer, with the unit of the row (OlympiadBench), if it has one."""
     unit = prompt.meta.get("unit")
-    if unit is None:
+    if unit is None or len(answer) > LONGEST:
         return prompt.gold, answer
     bare = without_unit(answer, unit)
     is_known = bare == answer and read_unit(f" {clean(unit)}")

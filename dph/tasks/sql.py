@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dph.errors import UserError
 from dph.tasks.base import Prompt, Reward, Row, Task, chat, chat_messages, ground_truth, known_options, read_rows
 from dph.tasks.sql_variants import make_variants, neighbours
-from dph.tasks.sqlite import ResultCache, execute, has_order, nondeterministic, quoted, same_result, tokens
+from dph.tasks.sqlite import ResultCache, execute, first_statement, has_order, nondeterministic, quoted, same_result
 from dph.tasks.workers import GraderPool, Verdict
 
 if TYPE_CHECKING:
@@ -151,9 +151,7 @@ def extract(text: str, strict: bool) -> str | None:
     blocks = _BLOCK.findall(text)
     query = next((str(block) for block in reversed(blocks) if block.strip()), "")
     if not blocks and not strict and (start := _LINE_START.search(text) or _START.search(text)):
-        query = text[start.start() :].partition("```")[0]
-        end = next((token.start for token in tokens(query) if token.text == ";"), len(query))
-        query = query[:end]
+        query = first_statement(text[start.start() :].partition("```")[0])
     return query.strip() or None
 
 

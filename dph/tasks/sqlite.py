@@ -310,6 +310,14 @@ def tokens(query: str) -> list[Token]:
     return found
 
 
+def first_statement(text: str) -> str:
+    """A text up to its first semicolon outside strings and comments."""
+    for match in _TOKEN.finditer(text):
+        if match.group() == ";":
+            return text[: match.start()]
+    return text
+
+
 @lru_cache(maxsize=4096)
 def has_order(query: str) -> bool:
     """Whether the outermost statement has ORDER BY: not one in a subquery, a window, a string or a comment."""
