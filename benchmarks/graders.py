@@ -7,6 +7,7 @@ right; figures are medians of --repeats batches.
 --growth shows instead how the time of what is read in the training process grows with strange responses.
 --mutants SPIDER_FOLDER counts instead how many gold queries, changed in one place, are caught with changed copies of
 the database; the folder holds database/ and a file *_gold.sql, one query a line.
+--copied FILE counts instead how many questions of a math set are answered right by what stands in the question.
 """
 
 import argparse
@@ -273,6 +274,36 @@ def mutants(folder: Path) -> None:
     print(f"| all | {' | '.join(map(str, sums))} | {sum(map(len, changed.values()))} |")
 
 
+# ---- copied answers ----------------------------------------------------------------------------------------------
+
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\$(.+?)\$|\\\((.+?)\\\)", re.DOTALL)
+EQUALS = re.compile(r"(?<![<>!\\])=")
+NUMERAL = re.compile(r"\d+(?:\.\d+)?")
+
+
+def formulas(question: str) -> list[str]:
+    """The formulas of a question, and the sides of its equations."""
+    found = []
+    for match in FORMULA.finditer(question):
+        formula = next(group for group in match.groups() if group)
+        found += [formula, *(EQUALS.split(formula) if EQUALS.search(formula) else [])]
+    return [formula.strip().rstrip(".,") for formula in found if formula.strip(" .,")]
+
+
+def copied(path: Path, fields: dict[str, str]) -> None:
+    """Counts the questions of which a formula, or all numbers side by side, is a right answer."""
+    with closing(load_task(f"math:{path}", DataConfig(fields=fields, grader_workers=2), 0, Path("runs"))) as task:
+        questions = [(prompt, prompt.messages[-1]["content"]) for prompt in task.prompts()]
+        for name, spans in (
+            ("all its numbers", lambda text: [" ".join(NUMERAL.findall(text))]),
+            ("a formula of it", formulas),
+        ):
+            pairs = [(prompt, f"\\boxed{{{span}}}") for prompt, text in questions for span in spans(text)]
+            rewards = zip(pairs, task.rewards(pairs), strict=True)
+            right = {prompt.index for (prompt, _), reward in rewards if reward.value == 1}
+            print(f"{name} answers {len(right)} of {len(questions)} questions")
+
+
 # ---- the report --------------------------------------------------------------------------------------------------
 
 
@@ -292,7 +323,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/graders.json"))
     parser.add_argument("--growth", action="store_true", help="time against the length of strange responses")
     parser.add_argument("--mutants", type=Path, metavar="SPIDER_FOLDER", help="count the mutants that are caught")
+    parser.add_argument("--copied", type=Path, metavar="FILE", help="count the questions that answer themselves")
+    parser.add_argument("--fields", nargs=2, metavar=("QUESTION", "ANSWER"), help="--copied: the columns of FILE")
     arguments = parser.parse_args()
+    if arguments.copied:
+        return copied(arguments.copied, dict(zip(("prompt", "answer"), arguments.fields or (), strict=False)))
     if arguments.growth:
         return growth(arguments.repeats)
     if arguments.mutants:

@@ -55,6 +55,7 @@ RIGHT = {
 1000 ||| 1\,000
 1000 ||| 1 000
 1,234,567 ||| 1\,234\,567
+11,\! 111,\! 100 ||| 11111100
 \frac{1}{2} ||| 0.5
 1/2 ||| \dfrac{1}{2}
 \frac14 ||| ¼
@@ -145,6 +146,7 @@ $1$, $2$ ||| 2, 1
 1,2 ||| x=1 \text{ or } x=2
 $(45,2),(-10,-9)$ ||| (-10,-9),(45,2)
 \pm 2 ||| 2,-2
+\{1\pm\sqrt{5},-2\} ||| \{-2, 1+\sqrt{5}, 1-\sqrt{5}\}
 1+\sqrt{2}, 1-\sqrt{2} ||| 1 \pm \sqrt{2}
 x > 3 ||| (3,\infty)
 (3,\infty) ||| x>3
@@ -167,6 +169,7 @@ x=5 ||| 5
 y=2x+3 ||| y-2x=3
 x > 3 ||| 3 < x
 \begin{pmatrix}1&2\\3&4\end{pmatrix} ||| \begin{bmatrix}1&2\\3&4\end{bmatrix}
+\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix} ||| \begin{pmatrix}-1/3\\2/3\\5/3\end{pmatrix}
 1+2i ||| 2i+1
 \frac{\sqrt3-1}{2} ||| \frac{\sqrt3}{2}-\frac12
 \frac{\sqrt{3}}{3} ||| \frac{1}{\sqrt3}
@@ -285,6 +288,7 @@ x=5 ||| y=5
 5 ||| 2+2=5
 5x^2 ||| 5x^3
 p - q ||| q - p
+\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix} ||| \begin{pmatrix}-1/3\\1/3\end{pmatrix}
 \frac{1}{2} ||| \badcommand{ \frac{1}{2} }
 """,
 }

@@ -26,8 +26,8 @@ _UNICODE = {
     **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "≡": r"\equiv ", "±": r"\pm ", "∓": r"\mp "},
     **{"π": r"\pi ", "θ": r"\theta ", "√": r"\sqrt ", "°": r"^\circ ", "º": r"^\circ ", "\n": " ", "\t": " "},
 }
-_GROUPS = re.compile(r"(?<=\d)(?:\{,\}|,?\\!|\\,)(?=\d{3}(?!\d))")
-_SPACES = re.compile(r"\\(?:[,;:! ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~")
+_GROUPS = re.compile(r"(?<=\d)(?:\{,\}|,?\\! ?|\\,)(?=\d{3}(?!\d))")
+_SPACES = re.compile(r"(?<!\\)\\(?:[,;:! ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~")
 _DELIMITERS = re.compile(
     r"(?<!\\)\\[()\[\]]|(?<!\\)\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?|\\(?:displaystyle|limits)(?![A-Za-z])"
 )

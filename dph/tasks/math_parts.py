@@ -44,15 +44,23 @@ def split_parts(text: str) -> Parts | None:
     around = brackets(text)
     if around is not None and around != ("{", "}"):
         inside = _split(text[len(around[0]) : len(text) - len(around[1])], _COMMA)
+        if around[0] == r"\{":
+            inside = _with_both_signs(inside)
         if len(inside) > 1 or around[0] == r"\{":
             return "".join(around), inside
-    parts = [signed for part in _split(_AND.sub(",", text), _COMMA) for signed in _both_signs(part)]
+    parts = _with_both_signs(_split(_AND.sub(",", text), _COMMA))
     return ("", parts) if len(parts) > 1 else None
 
 
-def _both_signs(part: str) -> list[str]:
-    r"""[1 + \sqrt{2}, 1 - \sqrt{2}] of 1 \pm \sqrt{2}."""
-    return [part.replace(r"\pm", "+", 1), part.replace(r"\pm", "-", 1)] if part.count(r"\pm") == 1 else [part]
+def _with_both_signs(parts: list[str]) -> list[str]:
+    r"""The parts with 1 + \sqrt{2} and 1 - \sqrt{2} in the place of 1 \pm \sqrt{2}."""
+    found = []
+    for part in parts:
+        if part.count(r"\pm") == 1 and r"\{" not in part:
+            found += [part.replace(r"\pm", "+"), part.replace(r"\pm", "-")]
+        else:
+            found.append(part)
+    return found
 
 
 def sides(text: str) -> list[str]:
