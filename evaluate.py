@@ -20,7 +20,7 @@ from dph.errors import UserError
 from dph.evaluation import evaluate_model, short_names
 from dph.plots import plot_pass_at_k, table
 from dph.prompts import tokenize
-from dph.tasks.regrade import check, regrade, show
+from dph.tasks.regrade import check, regrade_aloud, show
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:
@@ -53,7 +53,7 @@ def _without_a_model(config: Config, arguments: argparse.Namespace) -> None:
     if arguments.check:
         show(check(arguments.check, *settings))
     else:
-        show(regrade(Path(arguments.regrade), arguments.task, *settings))
+        regrade_aloud(Path(arguments.regrade), arguments.task, *settings)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

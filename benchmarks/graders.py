@@ -3,6 +3,11 @@ r"""How many answers a second the graders judge, and what one answer that hangs 
 Everything is generated, so it runs from a fresh clone. Prints Markdown tables and writes JSON (--out). Workers are
 started and gold queries checked before the clock, as in a run. A prompt has eight answers, no two alike, half of them
 right; figures are medians of --repeats batches.
+
+--growth shows instead how the time of what is read in the training process grows with strange responses.
+--mutants SPIDER_FOLDER counts instead how many gold queries, changed in one place, are caught with changed copies of
+the database; the folder holds database/ and a file *_gold.sql, one query a line.
+--copied FILE counts instead how many questions of a math set are answered right by what stands in the question.
 """
 
 import argparse
@@ -10,11 +15,13 @@ import json
 import os
 import platform
 import random
+import re
 import sqlite3
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -23,7 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dph.config import DataConfig
 from dph.tasks import Task, load_task
+from dph.tasks.arithmetic import grade as grade_sum
 from dph.tasks.base import Row
+from dph.tasks.math_equality import quick
+from dph.tasks.math_extraction import extract as extract_answer
+from dph.tasks.sql import extract as extract_query
+from dph.tasks.sql import judge
+from dph.tasks.sql_variants import make_variants
 
 LIMIT = 3.0  # seconds, the default
 BATCH = 64
@@ -65,7 +78,7 @@ def algebra(number: int) -> Case:
     return {"answer": gold}, f"So it is \\boxed{{{' ' * place}{answer}{' ' * place} }}."
 
 
-def query(number: int) -> Case:
+def join(number: int) -> Case:
     """A join with groups over 20,000 rows, and the same in other words."""
     (a, b, _), place, wrong = drawn(number)
     gold = (
@@ -84,7 +97,7 @@ def stuck(sql: str) -> Case:
     return {"db_id": "shop", "query": "SELECT 1"}, f"```sql\n{sql}\n```"
 
 
-TOWER = ({"answer": "1"}, r"\boxed{\dfrac{5^{(5^{(5^{(5^5)})}-4)}-5}{16}}")
+TOWER = ({"answer": "x"}, r"\boxed{\dfrac{5^{(5^{(5^{(5^5)})}-4)}-5}{16}}")
 ENDLESS = stuck("WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c")
 # One step of SQLite's program, and between steps alone does it look at the clock.
 LONG_STEP = stuck("SELECT instr(hex(zeroblob(490000)), hex(zeroblob(240000)) || '1')")
@@ -92,12 +105,12 @@ LONG_STEP = stuck("SELECT instr(hex(zeroblob(490000)), hex(zeroblob(240000)) || 
 RATES: dict[str, tuple[str, Callable[[int], Case], int]] = {
     "math, numbers": ("math", plain_number, 20_000),
     "math, algebra": ("math", algebra, 400),
-    "SQL": ("sql", query, 800),
+    "SQL": ("sql", join, 800),
 }
 HANGING: dict[str, tuple[str, Callable[[int], Case], Case]] = {
     "math, a tower of powers": ("math", algebra, TOWER),
-    "SQL, an endless recursion": ("sql", query, ENDLESS),
-    "SQL, a function on a long text": ("sql", query, LONG_STEP),
+    "SQL, an endless recursion": ("sql", join, ENDLESS),
+    "SQL, a function on a long text": ("sql", join, LONG_STEP),
 }
 
 
@@ -168,6 +181,129 @@ def delays(kind: str, make: Callable[[int], Case], hanging: Case, root: Path, re
     return found
 
 
+# ---- growth ------------------------------------------------------------------------------------------------------
+
+SIZES = (12_500, 25_000, 50_000)  # repetitions
+GOLDS = ("5", "x+1", "1,2", r"\sqrt{2}", r"\text{east}")
+STRANGE: dict[str, Callable[[int], str]] = {
+    "`\\boxed`": lambda n: "\\boxed" * n,
+    "`\\boxed{` opened": lambda n: "\\boxed{" * n,
+    "`\\boxed{` opened, and closed": lambda n: "\\boxed{" * n + "5" + "}" * n,
+    "backslashes": lambda n: "\\" * n,
+    "`5`, `~`, `x` in a box": lambda n: "\\boxed{5" + "~" * n + "x}",
+    "`5`, spaces, `x` in a box": lambda n: "\\boxed{5" + " " * n + "x}",
+    "brackets in a box": lambda n: "\\boxed{" + "(" * n + "5" + ")" * n + "}",
+    "digit groups in a box": lambda n: "\\boxed{1" + ",111" * n + "x}",
+    "newlines after *answer is*": lambda n: "answer is" + "\n" * n,
+    "lines of *answer*": lambda n: "answer\n" * n,
+    "lines of `####`": lambda n: "####\n" * n,
+    "numbers": lambda n: "1, " * n,
+    "```` ```sql ````": lambda n: "```sql\n" * n,
+    "lines of SELECT (": lambda n: "\nSELECT (" * n,
+    "quotes after SELECT": lambda n: "SELECT " + "'" * n,
+}
+
+
+def read_everywhere(text: str) -> None:
+    """What the training process does with a response, for each of the tasks."""
+    for strict in (True, False):
+        answer = extract_answer(text, strict)
+        for gold in GOLDS if answer else ():
+            quick(gold, str(answer))
+        extract_query(text, strict)
+    grade_sum(5, text)
+
+
+def growth(repeats: int) -> None:
+    """Seconds for each strange response at each size; linear if they double from column to column."""
+    print(f"| seconds for so many repetitions | {' | '.join(f'{size:,}' for size in SIZES)} |")
+    print("| --- | ---: | ---: | ---: |")
+    for name, make in STRANGE.items():
+        found = []
+        for size in SIZES:
+            times = []
+            for _ in range(repeats):
+                text = make(size)
+                start = time.perf_counter()
+                read_everywhere(text)
+                times.append(time.perf_counter() - start)
+            found.append(statistics.median(times))
+        print(f"| {name} | " + " | ".join(f"{seconds:.3f}" for seconds in found) + " |", flush=True)
+
+
+# ---- mutants -----------------------------------------------------------------------------------------------------
+
+COPIES = (0, 4, 8, 16)
+CLAUSE_END = r"(?=\b(?:GROUP|ORDER|LIMIT|UNION|EXCEPT|INTERSECT)\b|\)|$)"
+CHANGES = {
+    "JOIN to LEFT JOIN": (r"\bJOIN\b", "LEFT JOIN"),
+    "> to >=": (r">(?!=)", ">="),
+    "DISTINCT dropped": (r"\bDISTINCT\b", ""),
+    "WHERE dropped": (rf"\bWHERE\b.*?{CLAUSE_END}", ""),
+    "ORDER BY dropped": (rf"\bORDER BY\b.*?{CLAUSE_END}", ""),
+}
+
+
+def mutants(folder: Path) -> None:
+    """Counts, for each change of the gold queries and number of copies, how many are not judged right."""
+    (database,) = (folder / "database").rglob("*.sqlite")
+    (queries,) = folder.glob("*_gold.sql")
+    golds = [line.strip() for line in queries.read_text().splitlines() if line.strip()]
+    changed = {
+        name: [
+            (gold, gold[: place.start()] + new + gold[place.end() :])
+            for gold in golds
+            for place in re.finditer(old, gold, re.IGNORECASE)
+        ]
+        for name, (old, new) in CHANGES.items()
+    }
+    print(f"| caught of the mutants, with copies | {' | '.join(map(str, COPIES))} | mutants |")
+    print("| --- |" + " ---: |" * (len(COPIES) + 1))
+    counts: Counter[tuple[str, int]] = Counter()
+    with tempfile.TemporaryDirectory() as home:
+        for copies in COPIES:
+            made = make_variants(str(database), copies, 0, Path(home))
+            job = {"database": str(database), "match": "spider", "seconds": LIMIT, "variants": made}
+            assert all(judge({**job, "gold": gold, "query": gold})["outcome"] == "right" for gold in golds)
+            for name, pairs in changed.items():
+                for gold, query in pairs:
+                    counts[name, copies] += judge({**job, "gold": gold, "query": query})["outcome"] != "right"
+    for name, pairs in changed.items():
+        print(f"| {name} | " + " | ".join(str(counts[name, copies]) for copies in COPIES) + f" | {len(pairs)} |")
+    sums = [sum(counts[name, copies] for name in changed) for copies in COPIES]
+    print(f"| all | {' | '.join(map(str, sums))} | {sum(map(len, changed.values()))} |")
+
+
+# ---- copied answers ----------------------------------------------------------------------------------------------
+
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\$(.+?)\$|\\\((.+?)\\\)", re.DOTALL)
+EQUALS = re.compile(r"(?<![<>!\\])=")
+NUMERAL = re.compile(r"\d+(?:\.\d+)?")
+
+
+def formulas(question: str) -> list[str]:
+    """The formulas of a question, and the sides of its equations."""
+    found = []
+    for match in FORMULA.finditer(question):
+        formula = next(group for group in match.groups() if group)
+        found += [formula, *(EQUALS.split(formula) if EQUALS.search(formula) else [])]
+    return [formula.strip().rstrip(".,") for formula in found if formula.strip(" .,")]
+
+
+def copied(path: Path, fields: dict[str, str]) -> None:
+    """Counts the questions of which a formula, or all numbers side by side, is a right answer."""
+    with closing(load_task(f"math:{path}", DataConfig(fields=fields, grader_workers=2), 0, Path("runs"))) as task:
+        questions = [(prompt, prompt.messages[-1]["content"]) for prompt in task.prompts()]
+        for name, spans in (
+            ("all its numbers", lambda text: [" ".join(NUMERAL.findall(text))]),
+            ("a formula of it", formulas),
+        ):
+            pairs = [(prompt, f"\\boxed{{{span}}}") for prompt, text in questions for span in spans(text)]
+            rewards = zip(pairs, task.rewards(pairs), strict=True)
+            right = {prompt.index for (prompt, _), reward in rewards if reward.value == 1}
+            print(f"{name} answers {len(right)} of {len(questions)} questions")
+
+
 # ---- the report --------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +321,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/graders.json"))
+    parser.add_argument("--growth", action="store_true", help="time against the length of strange responses")
+    parser.add_argument("--mutants", type=Path, metavar="SPIDER_FOLDER", help="count the mutants that are caught")
+    parser.add_argument("--copied", type=Path, metavar="FILE", help="count the questions that answer themselves")
+    parser.add_argument("--fields", nargs=2, metavar=("QUESTION", "ANSWER"), help="--copied: the columns of FILE")
     arguments = parser.parse_args()
+    if arguments.copied:
+        return copied(arguments.copied, dict(zip(("prompt", "answer"), arguments.fields or (), strict=False)))
+    if arguments.growth:
+        return growth(arguments.repeats)
+    if arguments.mutants:
+        return mutants(arguments.mutants)
     report: dict[str, object] = {"machine": machine(), "limit_seconds": LIMIT, "batch": BATCH}
     print("| answers a second | 1 worker | 2 workers |\n| --- | ---: | ---: |")
     with tempfile.TemporaryDirectory() as folder:

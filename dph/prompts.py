@@ -24,7 +24,8 @@ class PromptSet:
         prompts = json.dumps([(prompt.index, prompt.tokens, repr(prompt.gold)) for prompt in self.prompts])
         found = {**asdict(config.sampling), **settings, "seed": config.run.seed, "dtype": config.run.dtype}
         found.pop("max_rows")  # how many at once changes nothing that is said
-        found["judge"] = [config.data.strict, config.data.sql_match, config.data.grader_timeout]
+        data = config.data
+        found["judge"] = [data.strict, data.math_match, data.sql_match, data.sql_variants, data.grader_timeout]
         if self.task.grader:
             found["grader"] = self.task.grader
         hashed = hashlib.sha256(prompts.encode()).hexdigest()

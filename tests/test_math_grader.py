@@ -1,4 +1,6 @@
-r"""The math grader: which answer a response gives, whether it is right, and what hostile answers cost.
+r"""The math grader: which answer a response gives, what hostile answers cost, and data sets as they are published.
+
+Which answers are right is tested in test_math_equality.py.
 
 With $DPH_DATA set (the folder that holds gsm8k/, svamp/, multiarith/ and formats/), the published files are read too.
 """
@@ -9,7 +11,6 @@ import re
 import sys
 import threading
 import time
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from dph.config import DataConfig
 from dph.errors import DataError
 from dph.tasks import load_task
 from dph.tasks.base import Prompt
-from dph.tasks.math import MathTask, extract, number, quick, without_unit
+from dph.tasks.math import MathTask, without_unit
+from dph.tasks.math_equality import quick
+from dph.tasks.math_extraction import extract
 
 TOWER = r"\dfrac{5^{(5^{(5^{(5^5)})}-4)}-5}{16}"
 
@@ -40,12 +43,6 @@ def task(tmp_path_factory):
     made = make_task(tmp_path_factory.mktemp("math"), grader_timeout=20.0, grader_workers=2)
     yield made
     made.close()
-
-
-@pytest.fixture
-def grader(task):
-    """Judges an answer against a gold answer."""
-    return lambda gold, answer: task.reward(Prompt(0, (), gold, {}), f"So \\boxed{{{answer}}}").outcome
 
 
 # ---- extraction --------------------------------------------------------------------------------------------------
@@ -73,6 +70,8 @@ def grader(task):
         (r"I put it in a \boxed answer: \boxed{5}", "5"),
         ("sum\n#### 1,234", "1,234"),
         ("#### 1\n#### 2\n", "2"),
+        ("#### 2 eggs per day", "2 eggs per day"),
+        ("#### **2**", "**2**"),
         (r"#### 3 but \boxed{4}", "4"),
     ],
 )
@@ -95,6 +94,7 @@ def test_a_right_number_in_the_prose_is_no_answer_in_strict_mode(text):
         ("**Answer:** 1/2\n", "1/2"),
         ("Answer: $x=3$", "$x=3$"),
         ("the final answer is: **7**.", "7"),
+        ("**The answer is**\n\n7", "7"),
         ("so 3 + 4 = 7", "7"),
         ("about 1,234.5 m.", "1,234.5"),
         ("none", None),
@@ -102,14 +102,6 @@ def test_a_right_number_in_the_prose_is_no_answer_in_strict_mode(text):
 )
 def test_lenient_mode_takes_what_the_prose_says(text, answer):
     assert extract(text, strict=False) == answer
-
-
-def test_extraction_is_linear_in_the_response():
-    start = time.monotonic()
-    for text in (r"\boxed{" * 50_000, "{" * 200_000, "#### " * 50_000, "answer is " * 50_000, "1," * 100_000):
-        extract(text, strict=False)
-        quick("5", text)
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -127,172 +119,12 @@ def test_the_unit_of_a_row_may_follow_the_answer(answer, unit):
     assert quick("5", without_unit(answer, unit))
 
 
-# ---- equality ----------------------------------------------------------------------------------------------------
-
-RIGHT = r"""
-27 ||| 27.0
-27 ||| 27.
-27 ||| 027
--5 ||| −5
-1000 ||| 1,000
-1,000 ||| 1000
-1000 ||| 1{,}000
-1000 ||| 1\,000
-1,234,567 ||| 1\,234\,567
-32348 ||| \$32,\!348
-18 ||| \$18.00
-18 ||| 18 dollars
-18 ||| 18\text{ dollars}
-18 ||| 18 apples
-2 ||| 2\,\mathrm{cm}
-2 ||| 2\text{ cm}^2
-90 ||| 90^\circ
-18\% ||| 18
-18\% ||| 0.18
-50\% ||| \frac12
-1/2 ||| \dfrac{1}{2}
-\frac{1}{2} ||| 0.5
-\frac{3}{4} ||| \frac{6}{8}
--\frac{1}{2} ||| \frac{-1}{2}
-3\frac{1}{2} ||| \frac{7}{2}
-3\frac{1}{2} ||| 3.5
-11/4 ||| 2 3/4
-\frac{1}{3} ||| 0.333333
-\frac{1}{3} ||| 0.\overline{3}
-0.1\overline{6} ||| \frac{1}{6}
-4.5e33 ||| 4.5\times 10^{33}
-4.5e33 ||| 4.5 \cdot 10^{33}
-1e-3 ||| 0.001
-(1e-3, 2) ||| (0.001, 2)
-x+1e-3 ||| x + 0.001
-\sqrt{8} ||| 2\sqrt{2}
-\sqrt2 ||| √2
-x^2 ||| x²
-\pi ||| 3.14159265
-1024 ||| 2^{10}
-(x+1)^2 ||| x^2+2x+1
-10-4 n ||| $-4n+10$
-5 ||| x=5
-x=5 ||| 5
-y=2x+3 ||| y-2x=3
-x > 3 ||| 3 < x
-x > 3 ||| (3,\infty)
-(1,2) ||| \left(1, 2\right)
-(1,2] ||| (1,2]
-(-\infty,2)\cup(3,\infty) ||| (3,\infty)\cup(-\infty,2)
-\{1,2,3\} ||| \{3,2,1\}
-1,2,3 ||| 3,2,1
-1,2 ||| 1 \text{ and } 2
-1,2 ||| x=1 \text{ or } x=2
-$(45,2),(-10,-9)$ ||| (-10,-9),(45,2)
-\pm 2 ||| 2,-2
-\begin{pmatrix}1&2\\3&4\end{pmatrix} ||| \begin{bmatrix}1&2\\3&4\end{bmatrix}
-1+2i ||| 2i+1
-\text{east} ||| east
-\text{June 20} ||| June 20
-\text{(B)} ||| B
-\emptyset ||| \{\}
-0.0000001 ||| 1\times 10^{-7}
-5.6\times 10^{-8} ||| 0.000000056
-"""
-
-WRONG = r"""
-27 ||| 27.1
-27 ||| -27
-27 ||| 2.7
-27 ||| 28
-1000 ||| 1,00
-18 ||| 18 million
-18 ||| 18 percent of 50
-\frac{1}{3} ||| 0.333
-0 ||| 0.\overline{3}
-0.\overline{3} ||| 0
-2 3/4 ||| 5/4
-1\,000 ||| 0
-1\,000 ||| 10\,000
-0.0000001 ||| 0.0000002
-0.0000001 ||| 0
-5.6\times 10^{-8} ||| 5.7\times 10^{-8}
-\frac{\sqrt{2}}{10^{8}} ||| 0.00000001
-4.5e33 ||| 4.6\times 10^{33}
-123456789012345678901234567890 ||| 123456789012345678901234567891
-(1,2) ||| (2,1)
-(1,2) ||| [1,2]
-(1,2] ||| [1,2)
-(45,2),(-10,-9) ||| (45,2),(-10,9)
-1,2 ||| 1
-1 ||| 1,2
-x>3 ||| x\ge 3
-x=5 ||| y=5
-12 ||| 12!
-1 ||| \frac{1}{0}
-1 ||| \infty
-5x^2 ||| 5x^3
-p - q ||| q - p
-\text{Evelyn} ||| Evelyne
-5 ||| five
-5 ||| 5 \notacommand
-5 ||| \text{not } 5
-\frac{1}{2} ||| \badcommand{ \frac{1}{2} }
-"""
-
-
-def pairs_of(text):
-    return [tuple(line.split(" ||| ")) for line in text.strip().splitlines()]
-
-
-@pytest.mark.parametrize(("gold", "answer"), pairs_of(RIGHT))
-def test_equal_answers_are_right(grader, gold, answer):
-    assert grader(gold, answer) == "right"
-
-
-@pytest.mark.parametrize(("gold", "answer"), pairs_of(WRONG))
-def test_other_answers_are_wrong(grader, gold, answer):
-    assert grader(gold, answer) == "wrong"
-
-
-def test_the_gold_answer_is_passed_as_gold(grader):
-    # Not symmetric: for a bare gold value the answer may be an equation, of which the last side counts.
-    assert grader("x^2+y^2=1", "1") == "wrong"
-    assert grader("1", "x^2+y^2=1") == "right"
-
-
-@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
-def test_whole_numbers_are_equal_as_numbers_however_they_are_written(a, b):
-    for form in (f"{a}", f"{a:,}", f"{a}.0", f"${a:,}$", f"{a:,}".replace(",", r"{,}")):
-        assert quick(str(b), form) is (a == b)
-
-
-@given(st.fractions(max_denominator=10**6), st.fractions(max_denominator=10**6))
-def test_fractions_are_equal_as_fractions_however_they_are_written(a, b):
-    sign, (top, bottom) = "-" * (a < 0), abs(a).as_integer_ratio()
-    for form in (
-        f"{a.numerator}/{bottom}",
-        rf"{sign}\frac{{{top}}}{{{bottom}}}",
-        rf"\dfrac{{{a.numerator}}}{{{bottom}}}",
-    ):
-        assert quick(f"{b.numerator}/{b.denominator}", form) is (a == b)
-
-
-@settings(max_examples=60)
-@given(st.text(max_size=30))
-def test_no_text_breaks_what_runs_outside_the_workers(text):
-    number(text)
-    assert quick(text, text) in (True, None)
-    extract(text, strict=False)
-
-
-def test_a_repeating_decimal_is_its_fraction():
-    assert number(r"2.1\overline{6}").value == Fraction(13, 6)
-    assert number(r".\overline{142857}").value == Fraction(1, 7)
-
-
 # ---- time, crashes, batches --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory):
-    task = make_task(tmp_path_factory.mktemp("math"), grader_timeout=1.5)
+    task = make_task(tmp_path_factory.mktemp("math"), grader_timeout=1.5, math_match="value")
     yield task
     task.close()
 
@@ -375,15 +207,14 @@ def test_each_data_set_is_read_as_it_is_published(tmp_path, task, row, question,
     assert task.reward(prompt, "\\boxed{123456}").outcome == "wrong"
 
 
-def test_several_answers_are_right_in_any_order(grader):
-    assert grader("$1$, $2$", "2, 1") == "right"
-    assert grader("$1$, $2$", "2") == "wrong"
-
-
 def test_the_rows_unit_is_taken_off_the_answer(tmp_path):
     row = {"question": "Q", "final_answer": ["5"], "is_multiple_answer": False, "unit": "furlongs"}
     task = load_task(f"math:{write(tmp_path / 'x.jsonl', row)}", DataConfig(), 0, tmp_path)
-    assert task.reward(task.prompts()[0], r"\boxed{5 \text{ furlongs}}").outcome == "right"
+    (prompt,) = task.prompts()
+    assert task.reward(prompt, r"\boxed{5 \text{ furlongs}}").outcome == "right"
+    assert task.reward(prompt, r"\boxed{5}").outcome == "right"
+    assert task.reward(prompt, r"\boxed{5 \text{ miles}}").outcome == "wrong"
+    task.close()
 
 
 def test_other_files_are_read_through_fields(tmp_path):
@@ -425,6 +256,18 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path, row, named):
         load_task(f"math:{path}", DataConfig(), 0, tmp_path)
     assert f"{path}, line 2: " in str(error.value)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize("gold", ["12:00", r"\frac{1}{0}", r"9^{9^{9^{9}}}"])
+def test_a_gold_answer_that_cannot_be_judged_is_an_error_of_its_row_when_it_is_read(tmp_path, gold):
+    path = write(tmp_path / "x.jsonl", {"question": "Q", "answer": "x+1"}, {"question": "Q", "answer": gold})
+    with pytest.raises(DataError) as error:
+        load_task(f"math:{path}", DataConfig(grader_timeout=2.0), 0, tmp_path)
+    assert f"{path}, line 2: the gold answer {gold!r} cannot be judged" in str(error.value)
+
+
+def test_a_stored_answer_to_such_a_gold_answer_is_an_error_of_the_data(task):
+    assert task.reward(Prompt(0, (), "12:00", {}), r"\boxed{x+5}").outcome == "data_error"
 
 
 PUBLISHED = {

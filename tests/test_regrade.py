@@ -12,6 +12,7 @@ from dph.config import DataConfig
 from dph.errors import DataError, UserError
 from dph.prompts import PromptSet
 from dph.tasks import Task, load_task
+from dph.tasks.math import MathTask
 from dph.tasks.regrade import check, regrade
 from tests.helpers import tiny_folder
 
@@ -197,6 +198,37 @@ def test_the_command_says_what_is_missing(call, tmp_path: Path, sources: list[st
         code, out, err = call(*arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert message in err
+
+
+def test_rows_are_printed_as_they_are_graded_and_ctrl_c_says_how_many(call, tmp_path: Path, monkeypatch) -> None:
+    path = write(tmp_path / "a.jsonl", *[{"answer": "5", "response": r"\boxed{5}"}] * 600)
+    graded = MathTask.rewards
+
+    def interrupted(self, pairs):
+        if len(pairs) < 256:  # the last of three chunks
+            raise KeyboardInterrupt
+        return graded(self, pairs)
+
+    monkeypatch.setattr(MathTask, "rewards", interrupted)
+    code, out, err = call("--regrade", path, "--task=math")
+    assert code == 130
+    assert [json.loads(line)["line"] for line in out.splitlines()] == list(range(1, 513))
+    assert f"interrupted: 512 answers of {path} are graded, as printed; the others are not" in err
+    assert "the same command continues" not in err
+
+
+def test_rows_of_several_sources_stay_in_their_order(tmp_path: Path) -> None:
+    kinds = [("math:x.jsonl", "5"), ("arithmetic:test", 6)]
+    rows = [
+        {"source": source, "answer": gold, "response": f"\\boxed{{{5 + number % 3}}}"}
+        for number in range(700)
+        for source, gold in kinds[number % 7 % 2 :]
+    ]
+    entries, _ = regrade(write(tmp_path / "a.jsonl", *rows), None, DataConfig(), 0, tmp_path)
+    assert [entry["line"] for entry in entries] == list(range(1, len(rows) + 1))
+    assert [entry["reward"] for entry in entries] == [
+        float(f"\\boxed{{{row['answer']}}}" == row["response"]) for row in rows
+    ]
 
 
 def test_the_samples_of_a_trained_run_are_graded_again(call, tmp_path: Path) -> None:

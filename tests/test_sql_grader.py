@@ -91,6 +91,10 @@ def outcome(database, gold, query, match="spider"):
         ("```Sql\r\nSELECT 1\r\n```", "SELECT 1"),
         ("```sql SELECT 1```", "SELECT 1"),
         ("```sql\nSELECT 1", "SELECT 1"),
+        ("```sqlite\nSELECT 1\n```", "SELECT 1"),
+        ("```SQLite3\nSELECT 1\n```", "SELECT 1"),
+        (block("SELECT 1") + block(" "), "SELECT 1"),
+        (block("SELECT 1") + "```sql", "SELECT 1"),
         ("```python\nx\n```" + block("WITH t AS (SELECT 1) SELECT * FROM t;"), "WITH t AS (SELECT 1) SELECT * FROM t;"),
     ],
 )
@@ -111,6 +115,11 @@ def test_the_last_sql_block_counts(text, query):
 def test_without_a_block_only_lenient_mode_finds_a_query(text, query):
     assert extract(text, strict=True) is None
     assert extract(text, strict=False) == query
+
+
+@pytest.mark.parametrize("fence", ["sqlserver", "mysql", "sqlx", "python"])
+def test_a_block_of_another_language_is_no_sql(fence):
+    assert extract(f"```{fence}\nSELECT 1\n```", strict=True) is None
 
 
 def test_an_empty_block_is_no_answer(tasks):

@@ -126,6 +126,22 @@ def test_a_grader_that_often_fails_stops_the_run():
         task.counted([Reward.of("grader_error"), Reward.of("data_error")])
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_said_to_be_the_tasks(value):
+    with pytest.raises(UserError, match=f"math:x: the task gave the reward {value}; it should be a finite number"):
+        Task("math:x").counted([Reward.of("right"), Reward(value, "right", "5")])
+
+
+def test_a_column_that_is_not_used_may_hold_what_is_no_json_number(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"question": "Q", "answer": "5", "difficulty": NaN, "score": -Infinity}\n')
+    (prompt,) = load_task(f"math:{path}", DataConfig(), 0, tmp_path).prompts()
+    assert prompt.gold == "5"
+    path.write_text('{"question": "Q", "answer": NaN}\n')
+    with pytest.raises(DataError, match="line 1: answer = nan should be a finite number"):
+        load_task(f"math:{path}", DataConfig(), 0, tmp_path)
+
+
 def test_wrong_answers_and_timeouts_never_stop_a_run():
     task = Task("math:x")
     task.counted([Reward.of("wrong"), Reward.of("timeout"), Reward.of("no_answer")] * 1000)

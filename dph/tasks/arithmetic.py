@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from dph.errors import UserError
 from dph.tasks.base import Prompt, Reward, Row, Task, chat, known_options, whole_number
-from dph.tasks.math import last_box, number
+from dph.tasks.math_extraction import last_box
+from dph.tasks.math_notation import number
 
 if TYPE_CHECKING:
     from dph.config import DataConfig

@@ -6,6 +6,7 @@ is how a config names a task; `read_rows` is the JSON Lines reader whose errors 
 
 import difflib
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +87,14 @@ class Task:
         raise NotImplementedError
 
     def counted(self, rewards: list[Reward]) -> list[Reward]:
-        """The rewards, counted by outcome; a UserError if the grader itself fails too often to be a teacher."""
+        """The rewards, counted by outcome.
+
+        Raises:
+            UserError: the grader itself fails too often to be a teacher, or a reward is no finite number.
+        """
+        for reward in rewards:
+            if not math.isfinite(reward.value):
+                raise UserError(f"{self.name}: the task gave the reward {reward.value}; it should be a finite number")
         self.outcomes.update(reward.outcome for reward in rewards)
         failed, judged = self.outcomes["grader_error"] + self.outcomes["data_error"], self.outcomes.total()
         if judged >= FEWEST and failed > self.most_errors * judged:
@@ -193,7 +201,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a JSON Lines file: UTF-8, one object a line.
 
     A byte order mark, CRLF and a missing last newline are taken; blank lines are skipped. Lines end at a newline
-    byte alone: U+2028 within a string is text. Anything else wrong is a DataError with its line.
+    byte alone: U+2028 within a string is text. Anything else wrong is a DataError with its line. NaN and
+    Infinity, which JSON does not know and Python writes, are read; only a column that is used may not hold them.
     """
     try:
         data = path.read_bytes()
@@ -213,22 +222,18 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 def _parse_line(path: Path, line: int, raw: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
+        values = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(path, line, f"is not UTF-8 at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
         raise DataError(path, line, f"is not JSON at column {error.colno} ({error.msg})") from None
     except RecursionError:
         raise DataError(path, line, "is nested too deeply") from None
-    except ValueError:  # an integer of more digits than Python reads, NaN, Infinity
-        raise DataError(path, line, "holds a number that is too long, or none") from None
+    except ValueError:  # an integer of more digits than Python reads
+        raise DataError(path, line, "holds a number that is too long") from None
     if not isinstance(values, dict):
         raise DataError(path, line, f"should be a JSON object, one a line; found {type(values).__name__}")
     return values
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(name)
 
 
 def chat(question: str, system: str, instruction: str) -> tuple[dict[str, str], ...]:

@@ -4,9 +4,11 @@ A row is one of
 - verl's: `prompt` (chat messages), `reward_model.ground_truth` = {db_id, gold_sql, cmp_method};
 - Spider's or BIRD's own: `question`, `db_id`, `query` or `SQL`, `evidence` or none; the prompt is then made of the
   database's schema. Other column names: [data] fields = {prompt = "...", answer = "..."}.
-A database is DB_ID.sqlite, DB_ID/DB_ID.sqlite or the file DB_ID itself, under [data] db_root. The answer is the last
-```sql block; with strict = false a response without one counts from its first SELECT or WITH on. Execution and
-comparison are in sqlite.py and happen in a worker process, which keeps the gold results.
+A database is DB_ID.sqlite, DB_ID/DB_ID.sqlite or the file DB_ID itself, under [data] db_root. Further files in a folder
+DB_ID are its test suite: an answer must agree with the gold query on all of them, and with [data] sql_variants on as
+many changed copies (sql_variants.py). The answer is the last ```sql or ```sqlite block that is not empty; with strict =
+false a response without one counts from its first SELECT or WITH on. Execution and comparison are in sqlite.py and
+happen in a worker process, which keeps the gold results.
 """
 
 import os
@@ -19,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from dph.errors import UserError
 from dph.tasks.base import Prompt, Reward, Row, Task, chat, chat_messages, ground_truth, known_options, read_rows
-from dph.tasks.sqlite import ResultCache, execute, has_order, nondeterministic, same_result, tokens
+from dph.tasks.sql_variants import make_variants, neighbours
+from dph.tasks.sqlite import ResultCache, execute, first_statement, has_order, nondeterministic, quoted, same_result
 from dph.tasks.workers import GraderPool, Verdict
 
 if TYPE_CHECKING:
@@ -38,9 +41,9 @@ class SQLTask(Task):
     Args:
         where: the file.
         options: none but `limit`.
-        data: system, instruction, fields, strict, db_root, sql_match (where a row has no cmp_method), grader_timeout,
-            grader_workers.
-        seed, folder: not used.
+        data: system, instruction, fields, strict, db_root, sql_match (where a row has no cmp_method), sql_variants,
+            grader_timeout, grader_workers.
+        seed, folder: of the changed copies of databases, and where they are kept.
         stored: as in load_task; a row needs no question.
     """
 
@@ -63,8 +66,23 @@ class SQLTask(Task):
             gold = _gold(row, data)
             messages = _question(row, data, gold["database"], schemas) if stored is None else ()
             self.items.append(Prompt(index, messages, gold, {"line": row.line}))
+        self.seed, self.folder = seed, folder
+        self.suites: dict[str, tuple[list[str], list[str]]] = {}
+        databases = {prompt.gold["database"] for prompt in self.items}
+        files = 1 + data.sql_variants + max((len(neighbours(database)) for database in databases), default=0)
         # A worker may have to run the gold query on top of the answer's; `check` learns how long that takes.
-        self.pool = GraderPool("dph.tasks.sql:judge", data.grader_workers, 2 * data.grader_timeout + GRACE)
+        self.limit_of_answer = files * data.grader_timeout + GRACE
+        self.pool = GraderPool("dph.tasks.sql:judge", data.grader_workers, 2 * self.limit_of_answer)
+
+    def _suite(self, database: str) -> tuple[list[str], list[str]]:
+        """The other files of a database's folder, and its changed copies, which are made when first asked for."""
+        if database not in self.suites:
+            try:
+                made = make_variants(database, self.data.sql_variants, self.seed, self.folder)
+            except sqlite3.DatabaseError as error:
+                raise UserError(f"{database}: cannot be copied with rows changed: {error}") from None
+            self.suites[database] = (neighbours(database), made)
+        return self.suites[database]
 
     def check(self) -> None:
         """Runs every gold query; a DataError names the first row whose query fails or takes too long."""
@@ -77,7 +95,7 @@ class SQLTask(Task):
                 raise row.error(f"the gold query fails on {prompt.gold['database']}: {detail}")
             slowest = max(slowest, verdict.value["seconds"])
         # A worker that replaces a killed one runs the gold query anew, on top of the answer's.
-        self.pool.limit = self.data.grader_timeout + GRACE + 2 * slowest
+        self.pool.limit = self.limit_of_answer + 2 * slowest
 
     def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
         """Grades a batch; the same query to the same prompt is run once."""
@@ -88,9 +106,10 @@ class SQLTask(Task):
         return self.counted([_reward(verdicts.get((prompt.index, query)), query) for prompt, query in asked])
 
     def record(self, prompt: Prompt) -> dict[str, Any]:
-        """Database, its path taken from db_root, gold query and comparison."""
+        """Database, its path taken from db_root, gold query and comparison; with changed copies also their seed."""
         database = os.path.relpath(prompt.gold["database"], self.data.db_root)
-        return {"db_id": database, "query": prompt.gold["query"], "cmp_method": prompt.gold["match"]}
+        found = {"db_id": database, "query": prompt.gold["query"], "cmp_method": prompt.gold["match"]}
+        return {**found, "seed": self.seed} if self.data.sql_variants else found
 
     def nondeterministic(self) -> list[Prompt]:
         """The prompts whose gold result SQLite may give otherwise another day: ties under LIMIT, orders left open."""
@@ -107,7 +126,9 @@ class SQLTask(Task):
         self.pool.close()
 
     def _job(self, prompt: Prompt, query: str) -> dict[str, Any]:
-        return {**prompt.gold, "gold": prompt.gold["query"], "query": query, "seconds": self.data.grader_timeout}
+        also, made = self._suite(prompt.gold["database"])
+        asked = {"gold": prompt.gold["query"], "query": query, "seconds": self.data.grader_timeout}
+        return {**prompt.gold, **asked, "also": also, "variants": made}
 
 
 def _reward(verdict: Verdict | None, query: str | None) -> Reward:
@@ -118,7 +139,7 @@ def _reward(verdict: Verdict | None, query: str | None) -> Reward:
 
 # ---- grading -----------------------------------------------------------------------------------------------------
 
-_BLOCK = re.compile(r"```[ \t]*sql\b[ \t]*\r?\n?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_BLOCK = re.compile(r"```[ \t]*sql(?:ite3?)?\b[ \t]*\r?\n?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _LINE_START = re.compile(r"^[ \t]*(?:SELECT|WITH)\b", re.MULTILINE | re.IGNORECASE)
 _START = re.compile(r"\bSELECT\b", re.IGNORECASE)
 
@@ -128,30 +149,50 @@ _cache = ResultCache()  # of this process; a worker's holds gold results and wha
 def extract(text: str, strict: bool) -> str | None:
     """The query that a response gives (see the file's head), or None."""
     blocks = _BLOCK.findall(text)
-    query = str(blocks[-1]) if blocks else ""
+    query = next((str(block) for block in reversed(blocks) if block.strip()), "")
     if not blocks and not strict and (start := _LINE_START.search(text) or _START.search(text)):
-        query = text[start.start() :].partition("```")[0]
-        end = next((token.start for token in tokens(query) if token.text == ";"), len(query))
-        query = query[:end]
+        query = first_statement(text[start.start() :].partition("```")[0])
     return query.strip() or None
 
 
 def judge(job: dict[str, Any]) -> dict[str, Any]:
-    """Grades one query; runs in a worker, or anywhere.
+    """Grades one query on all files of its database; runs in a worker, or anywhere.
 
     Args:
-        job: {database, gold, query, match (bird, spider or bag), seconds}.
+        job: {database, gold, query, match (bird, spider or bag), seconds}; and, if there are any, `also`: further files
+            that must agree; `variants`: changed copies, of which those count on which the gold query gives rows.
 
     Returns:
-        {outcome: right, wrong, timeout or data_error, detail: the error of a query that failed or None, seconds}.
+        {outcome: right, wrong, timeout or data_error, detail: the error of a query that failed or None, seconds: of all
+        that ran}. The first file that disagrees decides.
     """
+    verdict: dict[str, Any] = {"outcome": "right", "detail": None, "seconds": 0.0}
+    spent = 0.0
+    for database in (job["database"], *job.get("also", ())):
+        verdict = _judge_on(database, job)
+        spent += verdict["seconds"]
+        if verdict["outcome"] != "right":
+            return {**verdict, "seconds": spent}
+    for database in job.get("variants", ()):
+        gold = _cache.execute(database, job["gold"], job["seconds"])
+        spent += gold.seconds
+        if gold.rows:
+            verdict = _judge_on(database, job)
+            spent += verdict["seconds"]
+        if verdict["outcome"] != "right":
+            break
+    return {**verdict, "seconds": spent}
+
+
+def _judge_on(database: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Grades one query on one file."""
     try:
-        gold = _cache.execute(job["database"], job["gold"], job["seconds"])
+        gold = _cache.execute(database, job["gold"], job["seconds"])
     except FileNotFoundError as error:
         return {"outcome": "data_error", "detail": str(error), "seconds": 0.0}
     if gold.error is not None:
         return {"outcome": "data_error", "detail": gold.error, "seconds": gold.seconds}
-    result = _cache.execute(job["database"], job["query"], job["seconds"])
+    result = _cache.execute(database, job["query"], job["seconds"])
     if result.error is not None:
         return {"outcome": "timeout" if result.timeout else "wrong", "detail": result.error, "seconds": result.seconds}
     same = same_result(gold.rows, result.rows, job["match"], has_order(job["gold"]))
@@ -212,12 +253,12 @@ def schema(database: str) -> str:
 
 
 def _create_table(database: str, table: str) -> str:
-    columns = execute(database, f"PRAGMA table_info({_quoted(table)})").rows  # (number, name, type, ..., place in key)
+    columns = execute(database, f"PRAGMA table_info({quoted(table)})").rows  # (number, name, type, ..., place in key)
     lines = [(f"{_name(name)} {kind}".rstrip(), _examples(database, table, name)) for _, name, kind, *_ in columns]
     if keys := [_name(column[1]) for column in sorted(columns, key=lambda column: column[5]) if column[5]]:
         lines.append((f"PRIMARY KEY ({', '.join(keys)})", ""))
     foreign: dict[int, list[tuple[Any, ...]]] = {}  # key's number -> (number, place, other table, column, its column)
-    for row in execute(database, f"PRAGMA foreign_key_list({_quoted(table)})").rows:
+    for row in execute(database, f"PRAGMA foreign_key_list({quoted(table)})").rows:
         foreign.setdefault(row[0], []).append(row)
     for rows in foreign.values():
         own, target = (", ".join(_name(row[i]) for row in rows if row[i]) for i in (3, 4))
@@ -229,9 +270,9 @@ def _create_table(database: str, table: str) -> str:
 
 def _examples(database: str, table: str, column: str) -> str:
     """A comment with the first few values of a column, none for blobs."""
-    name = _quoted(column)
+    name = quoted(column)
     query = (
-        f"SELECT DISTINCT {name} FROM (SELECT {name} FROM {_quoted(table)} LIMIT 1000)"
+        f"SELECT DISTINCT {name} FROM (SELECT {name} FROM {quoted(table)} LIMIT 1000)"
         f" WHERE {name} IS NOT NULL AND typeof({name}) <> 'blob' LIMIT {EXAMPLES}"
     )
     values = [value for (value,) in execute(database, query).rows]
@@ -240,20 +281,16 @@ def _examples(database: str, table: str, column: str) -> str:
     return f" -- example: {shown}" if shown else ""
 
 
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
 @lru_cache(maxsize=4096)
 def _name(name: str) -> str:
     """The name as a query has to write it: quoted unless SQLite takes it bare."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        return _quoted(name)
+        return quoted(name)
     connection = sqlite3.connect(":memory:")
     try:
         connection.execute(f"CREATE TABLE {name} ({name})")
     except sqlite3.OperationalError:  # one of its keywords
-        return _quoted(name)
+        return quoted(name)
     finally:
         connection.close()
     return name
