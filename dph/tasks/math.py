@@ -146,7 +146,7 @@ def _gold(row: Row, field: str, value: Any) -> str:
     """The gold answer of a text or number: what follows its ####, if any, and of that the last box, if any."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise row.error(f"{field} = {value!r} should be a text or a number")
-    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    text = str(int(value)) if isinstance(value, float) and value.is_integer() else row.undamaged(field, str(value))
     hashes, text = text.rpartition("####")[1:]
     if (boxed := last_box(text)) is not None:
         text = boxed
@@ -154,7 +154,7 @@ def _gold(row: Row, field: str, value: Any) -> str:
         raise row.error("solution holds no \\boxed answer, and there is no field answer")
     if not plain(text):  # nothing, as would be an answer of nothing
         raise row.error(f"{field} = {value!r} holds no answer")
-    return row.unicode(field, text.strip())
+    return text.strip()
 
 
 # ---- extraction --------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def regrade(path: Path, task: str | None, data: "DataConfig", seed: int, folder:
     """
     groups: defaultdict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in read_rows(path):
-        row.text("response", blank=True)
+        row.response()
         groups[(f"{task}:{path}", seed) if task else _origin(row, seed)].append(row)
     graded: dict[int, Reward] = {}
     for (source, world), rows in groups.items():
