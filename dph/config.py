@@ -5,10 +5,12 @@ A config is a TOML file of the sections below; `extends = "other.toml"` (beside 
 bounds is a UserError that names the key, the value and what would be right.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import math
+import re
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,15 @@ from typing import Any
 
 from dph.divergences import BOUNDED, make_divergence
 from dph.errors import UserError
+from dph.text import damage
+
+MANY = 1_000_000  # more answers, prompts or tokens than one step holds: where a larger number is a slip of the hand
+# In fp32 the alpha generator loses digits towards 0: over 0.01 <= |log u| <= 8 the largest relative error of f and of
+# its gradient is 0.2 % at 0.01, 2 % at 0.001, 24 % at 1e-4; at 1e-8 both are 0. Towards 1 it stays below 0.004 %.
+# (tests/test_divergences.py measures it.)
+LEAST_ALPHA = 0.01
+FIELDS = ("prompt", "answer")  # what [data] fields may name the columns of
+_NUMBERS = re.compile(r"[\d\s.,eE+\-\[\]]+")  # one, or a list of them
 
 
 def key(default: Any, meaning: str, *choices: str, low: float = -math.inf, high: float = math.inf) -> Any:
@@ -58,6 +69,7 @@ class DataConfig:
     system: str = key("", "system message put before every prompt that has none")
     instruction: str = key("", "text appended to every bare question")
     fields: dict[str, str] = key({}, "column names of other files: {prompt = ..., answer = ...}")
+    template: dict[str, str | bool | int | float] = key({}, "variables of the chat template: {enable_thinking = false}")
     strict: bool = key(True, "math: only a box or #### counts as an answer")
     db_root: str = key("", "sql: folder of the databases")
     sql_match: str = key("bird", "sql: bird compares sets of rows, spider bags", "bird", "spider")
@@ -71,18 +83,18 @@ class SamplingConfig:
     """[sampling] how a policy answers, in pre-sampling and training."""
 
     temperature: float = key(1.0, "tau: all log-probabilities are of softmax(logits / tau)", low=0.01)
-    max_new_tokens: int = key(512, "longest answer, the end token included", low=1)
-    max_rows: int = key(64, "answers written side by side", low=1)
+    max_new_tokens: int = key(512, "longest answer, the end token included", low=1, high=MANY)
+    max_rows: int = key(64, "answers written side by side", low=1, high=MANY)
 
 
 @dataclass(frozen=True)
 class PresampleConfig:
     """[presample] the partition into D_pef and D_exp (E7)."""
 
-    responses: int = key(8, "k, answers of pi_ref to each training prompt", low=1)
+    responses: int = key(8, "k, answers of pi_ref to each training prompt", low=1, high=MANY)
     threshold: int = key(8, "near-perfect from this many correct answers of k", low=1)
     confirm: bool = key(True, "one more sample must be correct too; false keeps the k samples' correct answers")
-    rehearsal_responses: int = key(1, "answers drawn for rehearsal of each near-perfect prompt", low=1)
+    rehearsal_responses: int = key(1, "answers drawn for rehearsal of each near-perfect prompt", low=1, high=MANY)
     top_p: float = key(1.0, "nucleus used here alone", low=0.01, high=1.0)
     top_k: int = key(0, "pi_ref's likeliest tokens stored at each position (E10); 0 stores none", low=0)
     drop_unsolved: bool = key(False, "leave prompts without a correct answer out of D_exp")
@@ -96,7 +108,7 @@ class LossConfig:
     samples: str = key("reference", "rehearsal (E5), own: penalty (E2), both: E8", "reference", "own", "both")
     level: str = key("token", "of u in rehearsal; sequence: bounded generators only", "token", "sequence")
     eta: float = key(0.0, "weight of the divergence (E6)", low=0.0)
-    alpha: float = key(0.5, "order of the alpha divergence", low=0.0, high=1.0)
+    alpha: float = key(0.5, "order of the alpha divergence, 0.01 or more and below 1", low=0.0, high=1.0)
     skew: float = key(0.5, "lambda of skew_js", low=0.0, high=1.0)
     divergence_form: str = key("standard", "plain: forward_kl as -log u, supervised", "standard", "plain")
     penalty_estimator: str = key("k3", "with own samples", "k3", "k3_importance", "exact")
@@ -116,11 +128,11 @@ class TrainConfig:
 
     steps: int = key(200, "rollout steps", low=0)
     explore: str = key("exp", "prompts to explore where there is a partition: D_exp's or all", "exp", "all")
-    prompts_per_step: int = key(24, "prompts explored a step", low=1)
-    responses_per_prompt: int = key(8, "G, answers of one group", low=2)
-    updates_per_step: int = key(2, "optimizer steps into which a step's rollouts are cut", low=1)
-    passes: int = key(1, "times that a step's rollouts are gone through (GRPO's mu)", low=1)
-    rehearsal_rows: int = key(64, "stored answers of D_pef in one optimizer step", low=1)
+    prompts_per_step: int = key(24, "prompts explored a step", low=1, high=MANY)
+    responses_per_prompt: int = key(8, "G, answers of one group", low=2, high=MANY)
+    updates_per_step: int = key(2, "optimizer steps into which a step's rollouts are cut", low=1, high=MANY)
+    passes: int = key(1, "times that a step's rollouts are gone through (GRPO's mu)", low=1, high=MANY)
+    rehearsal_rows: int = key(64, "stored answers of D_pef in one optimizer step", low=1, high=MANY)
     microbatch_tokens: int = key(16384, "tokens, padding included, of one forward and backward pass", low=1)
     dynamic_sampling: int = key(0, "further rounds that replace groups of equal rewards (DAPO); 0 is off", low=0)
     record_rollouts: bool = key(False, "keep every step's rollouts, for train.py --replay RUN")
@@ -145,12 +157,12 @@ class OptimConfig:
 class EvalConfig:
     """[eval] greedy, pass@1 and pass@k (E11)."""
 
-    samples: int = key(64, "n, answers to each prompt in a full evaluation", low=1)
+    samples: int = key(64, "n, answers to each prompt in a full evaluation", low=1, high=MANY)
     k: tuple[int, ...] = key((1, 8, 16, 32), "the k of pass@k", low=1)
     temperature: float = key(1.0, "temperature of the n answers", low=0.01)
     top_p: float = key(1.0, "nucleus of the n answers", low=0.01, high=1.0)
     greedy: bool = key(True, "also one answer at temperature 0")
-    during_samples: int = key(8, "n of the evaluations during training", low=1)
+    during_samples: int = key(8, "n of the evaluations during training", low=1, high=MANY)
     during_prompts: int = key(64, "prompts of each set in those", low=1)
     final: bool = key(True, "train.py ends with a full evaluation of base and result")
 
@@ -178,10 +190,11 @@ class Config:
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a TOML file (None: defaults alone) and `--section.key=value` arguments into a checked Config."""
     tables = read_tables(Path(path)) if path is not None else {}
-    for argument in overrides:
-        section, name, value = _split_override(argument)
-        tables.setdefault(section, {})[name] = value
     sections = {f.name: f for f in dataclasses.fields(Config)}
+    for argument in overrides:
+        section, name, text = _split_override(argument)
+        hints = typing.get_type_hints(sections[section].default_factory) if section in sections else {}
+        tables.setdefault(section, {})[name] = _parse_override(text, hints.get(name))
     for name in tables:
         if name not in sections:
             raise UserError(f"unknown section [{name}]{nearest(name, sections)}")
@@ -212,16 +225,30 @@ def read_tables(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, dict[str, 
     return tables
 
 
-def _split_override(argument: str) -> tuple[str, str, Any]:
-    """('--loss.eta=0.2') -> ('loss', 'eta', 0.2); values are TOML, bare words are strings."""
+def _split_override(argument: str) -> tuple[str, str, str]:
+    """('--loss.eta=0.2') -> ('loss', 'eta', '0.2')."""
     name, equals, text = argument.removeprefix("--").partition("=")
     section, dot, option = name.partition(".")
     if not (argument.startswith("--") and equals and dot and section and option):
         raise UserError(f"argument {argument!r} should read --section.key=value (see --help)")
-    try:
-        return section, option, tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return section, option, text
+    return section, option, text
+
+
+def _parse_override(text: str, hint: Any) -> Any:
+    """A value of the command line: TOML, or a number as people write it, .5 or 5.; a bare word is a text.
+
+    For a key that is a text all but a quoted one is taken as it stands: run.name=1.10 is no number.
+    """
+    value: Any = text
+    with contextlib.suppress(ValueError, RecursionError):
+        value = tomllib.loads(f"value = {text}")["value"]
+    if hint is str:
+        return value if isinstance(value, str) else text
+    if value is text and _NUMBERS.fullmatch(text):
+        digits_before = re.sub(r"(?<!\d)\.(?=\d)", "0.", text)
+        with contextlib.suppress(ValueError):
+            value = tomllib.loads("value = " + re.sub(r"(?<=\d)\.(?!\d)", ".0", digits_before))["value"]
+    return value
 
 
 def checked_section(kind: Any, section: str, values: Mapping[str, Any]) -> Any:
@@ -244,13 +271,11 @@ def _value(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
             value = [value]
         return tuple(_value(f"{name}[{i}]", item, typing.get_args(hint)[0], limits) for i, item in enumerate(value))
     if origin is dict:
-        if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-            raise UserError(f'{name} = {value!r} should be a table of strings, e.g. {{prompt = "question"}}')
-        return dict(value)
+        return _table(name, value, typing.get_args(hint)[1])
     if isinstance(value, int) and abs(value) >= 2**63:
         raise UserError(f"{name} has {len(str(abs(value)))} digits; it should be below 2^63")
-    if isinstance(value, str) and "\0" in value:
-        raise UserError(f"{name} = {value!r} should hold no zero byte")
+    if isinstance(value, str) and (wrong := damage(value)) is not None:
+        raise UserError(f"{name} {wrong}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
@@ -262,9 +287,26 @@ def _value(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
         raise UserError(f"{name} = {value!r} should be one of {', '.join(limits['choices'])}")
     low, high = limits["low"], limits["high"]
     if isinstance(value, int | float) and not (low <= value <= high and math.isfinite(value)):
-        bounds = f"from {low:g} to {high:g}" if math.isfinite(high) else f"at least {low:g}"
+        bounds = f"from {low:.7g} to {high:.7g}" if math.isfinite(high) else f"at least {low:g}"
         raise UserError(f"{name} = {value!r} should be {bounds}")
     return value
+
+
+def _table(name: str, value: Any, hint: Any) -> dict[str, Any]:
+    """`value` as a table whose values are of the type `hint`, or of one of its types."""
+    kinds = typing.get_args(hint) or (hint,)
+    if not isinstance(value, dict) or not all(type(each) in kinds for each in value.values()):
+        right = 'strings, e.g. {prompt = "question"}'
+        if kinds != (str,):
+            right = "texts, true or false, and numbers, e.g. {enable_thinking = false}"
+        raise UserError(f"{name} = {value!r} should be a table of {right}")
+    for each, inner in value.items():
+        for text in (each, inner):
+            if isinstance(text, str) and (wrong := damage(text)) is not None:
+                raise UserError(f"{name}.{each!r} {wrong}")
+        if isinstance(inner, int | float) and not math.isfinite(inner):
+            raise UserError(f"{name}.{each} = {inner!r} should be a number")
+    return dict(value)
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -279,7 +321,11 @@ def _check(config: Config) -> None:
     rules = [
         (presample.threshold <= presample.responses,
          f"presample.threshold = {presample.threshold} should be at most presample.responses = {presample.responses}"),
-        (0 < loss.alpha < 1, f"loss.alpha = {loss.alpha:g} should lie strictly between 0 and 1"),
+        (LEAST_ALPHA <= loss.alpha < 1,
+         f"loss.alpha = {loss.alpha:.12g} should be at least {LEAST_ALPHA} and below 1: nearer to 0 fp32 has no digits "
+         "for it; its limits are reverse_kl at 0, forward_kl at 1"),
+        (not loss.eta or loss.divergence != "none",
+         f"loss.eta = {loss.eta:g} weighs nothing: loss.divergence is 'none'; name one, or leave loss.eta at 0"),
         (0 < loss.skew < 1, f"loss.skew = {loss.skew:g} should lie strictly between 0 and 1"),
         (loss.dual_clip == 0 or loss.dual_clip > 1, f"loss.dual_clip = {loss.dual_clip:g} should be 0 or above 1"),
         (len(config.optim.betas) == 2, f"optim.betas = {list(config.optim.betas)} should be two numbers"),
@@ -299,12 +345,17 @@ def _check(config: Config) -> None:
          f"eval.k = {list(config.eval.k)} should not exceed eval.samples = {config.eval.samples}"),
         (len(set(config.data.eval)) == len(config.data.eval),
          f"data.eval = {list(config.data.eval)} should name each set once"),
-        (config.run.name not in ("", ".", "..") and "/" not in config.run.name,
-         f"run.name = {config.run.name!r} should be one folder name"),
+        (config.run.name not in ("", ".", "..") and "/" not in config.run.name and config.run.name.isprintable(),
+         f"run.name = {config.run.name!r} should be one folder name of printable characters"),
+        (config.run.name.lower() != "base",
+         f"run.name = {config.run.name!r} is the name of the initial policy's report; choose another"),
     ]  # fmt: skip
     for holds, message in rules:
         if not holds:
             raise UserError(message)
+    for name in config.data.fields:
+        if name not in FIELDS:
+            raise UserError(f"data.fields has an unknown name {name!r}{nearest(name, FIELDS)}")
     if loss.divergence != "none":
         make_divergence(loss.divergence)  # an unknown name is an error at once, not after pre-sampling
 
