@@ -63,7 +63,7 @@ def answer(policy: Policy, data: PromptSet, samples: Sequence[Sequence[int]], se
 
 def _judged(policy: Policy, data: PromptSet, stream: Iterator[Rollout]) -> Iterator[Answer]:
     prompts = {question.prompt.index: question.prompt for question in data.questions}
-    while written := [(r, policy.tokenizer.decode(r.tokens)) for r in islice(stream, GRADED_TOGETHER)]:
+    while written := [(r, policy.tokenizer.answer_text(r.tokens)) for r in islice(stream, GRADED_TOGETHER)]:
         rewards = data.task.rewards([(prompts[rollout.prompt], text) for rollout, text in written])
         for (rollout, text), reward in zip(written, rewards, strict=True):
             rollout.reward = reward.value

@@ -6,7 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"errors", "distributed", "text"},
-    {"tokenizer", "divergences", "model"},
+    {"chat_template", "token_settings", "divergences", "model"},
+    {"tokenizer"},
     {"config"},
     {"tasks", "losses", "rollouts", "checkpoint"},
     {"sampler"},
