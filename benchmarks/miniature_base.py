@@ -16,7 +16,7 @@ import torch
 from dph.answering import Policy, answer
 from dph.config import DataConfig
 from dph.evaluation import pass_at_k
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.sampler import Settings
 from dph.tasks.miniature import COUNTS, MiniatureTask, style_of, style_spread
 from dph.tasks.miniature_base import build_base

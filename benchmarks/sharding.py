@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.measure import on_ranks
 from dph import distributed
-from dph.model import Decoder, load_model
+from dph.model import Decoder
+from dph.model_folder import load_model
 from dph.rollouts import Rollout, collate, token_logprobs
 
 MOVED = {"all_reduce": 2.0, "broadcast": 1.0, "all_gather_single": 1.0, "reduce_scatter_single": 1.0}

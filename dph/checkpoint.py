@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ from torch.optim import Optimizer
 from dph import distributed
 from dph.config import Config, TrainConfig, read_tables, to_toml
 from dph.errors import DataError, UserError, read_json
-from dph.model import Decoder, load_model, save_model
+from dph.model import Decoder
+from dph.model_folder import load_model, save_model
 from dph.tokenizer import Tokenizer
 
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
 FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|save_every|keep_last|keep_best)$"
+DAY = "chat_day.txt"  # in a run's folder
 SUMS, PARTS = "SHA256SUMS", {"model.safetensors", "config.json", "trainer.safetensors", "state.json"}
 
 
@@ -123,7 +126,9 @@ def open_run(config: Config) -> Path:
     except BlockingIOError:
         raise UserError(f"{folder}: another process is at work here; wait, or choose another run.name") from None
     path, text = folder / "config.toml", to_toml(config)
-    begun = {p.name for p in folder.iterdir()} - {"lock", path.name}  # a mistake found later leaves these two
+    begun = {p.name for p in folder.iterdir()} - {"lock", path.name, DAY}  # a mistake found later leaves these
+    if not (folder / DAY).exists():
+        write_text(folder / DAY, f"{date.today()}\n")
     if path.exists() and begun:
         old, new = _flat(read_tables(path)), _flat(tomllib.loads(text))
         changed = [k for k in new if old.get(k) != new[k] and not re.match(FREE, k)]
@@ -132,6 +137,17 @@ def open_run(config: Config) -> Path:
             raise UserError(f"{folder}: holds another run ({shown}); choose another run.name or delete it")
     write_text(path, text)
     return folder
+
+
+def chat_day(run: Path) -> date:
+    """The day that chat templates take for today: that of the run's first start, or today where there is no run yet."""
+    path = run / DAY
+    try:
+        return date.fromisoformat(path.read_text(encoding="utf-8").strip())
+    except FileNotFoundError:
+        return date.today()
+    except ValueError:
+        raise UserError(f"{path}: should hold the day of the run's first start, such as 2026-01-31") from None
 
 
 def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from dph.answering import Policy
 from dph.config import load_config
 from dph.evaluation import evaluate, evaluate_model, interval, keep_explore, pass_at_k, summarise
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.plots import plot_run, table
 from dph.tasks.prompts import tokenize
 from dph.tokenizer import load_tokenizer

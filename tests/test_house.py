@@ -7,7 +7,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"errors", "distributed", "text"},
     {"chat_template", "token_settings", "divergences", "model"},
-    {"tokenizer"},
+    {"tokenizer", "model_folder"},
     {"config"},
     {"tasks", "losses", "rollouts", "checkpoint"},
     {"sampler"},
@@ -21,7 +21,7 @@ LEVELS = [
     {"study"},
 ]
 SOURCES = [*sorted((ROOT / "dph").rglob("*.py")), *(ROOT / f"{name}.py" for name in ("train", "presample", "evaluate"))]
-MAY_ALSO_IMPORT = {"miniature_base": {"model", "tokenizer"}, "prompts": {"tokenizer"}}  # of dph/tasks
+MAY_ALSO_IMPORT = {"miniature_base": {"model", "model_folder", "tokenizer"}, "prompts": {"tokenizer"}}  # of dph/tasks
 
 
 def level(module: str) -> int:

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.rollouts import collate, token_logprobs
 from dph.sampler import Request, Settings, sample
 from dph.tokenizer import load_tokenizer

@@ -24,7 +24,7 @@ from dph.config import load_config
 from dph.errors import DataError, UserError
 from dph.evaluation import evaluate_model
 from dph.metrics import Meter
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.rollouts import Rollout
 from dph.tasks.prompts import PromptSet, tokenize
 from dph.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ from benchmarks.scaling import make_model
 from dph.answering import acting
 from dph.cli import load_policy
 from dph.config import load_config
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.rollouts import collate, token_logprobs
 from dph.sampler import Request, Settings, sample
 from dph.tasks.miniature_base import Recipe, build_base

@@ -29,7 +29,8 @@ from dph.cli import config_argument, open_task, run_command
 from dph.config import DataConfig
 from dph.errors import UserError
 from dph.evaluation import evaluate, pass_at_k
-from dph.model import Decoder, load_model, save_model
+from dph.model import Decoder
+from dph.model_folder import load_model, save_model
 from dph.study import _Crew, _Job, _jobs, _time_left, partition_of, run_study
 from dph.study_measure import measure, write_result
 from dph.study_plan import BASE, Study, changed, load_study, make_run, pick

@@ -16,7 +16,7 @@ from dph.divergences import GENERATORS
 from dph.errors import UserError
 from dph.losses import group_advantages
 from dph.metrics import Meter
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.presampling import Partition
 from dph.rollouts import Rollout
 from dph.sampler import Request, Settings, sample
