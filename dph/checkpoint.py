@@ -2,7 +2,8 @@
 
 A checkpoint is RUN/checkpoints/step-N: a model folder in Hugging Face layout with trainer.safetensors (AdamW's
 moments), state.json (the counters) and SHA256SUMS, as `sha256sum -c` reads it; one that does not hold what was written
-is never loaded. What all this promises, and how it is tested: docs/reliability.md.
+is never loaded. Where the model folder is in bf16, master_weights.safetensors holds the fp32 weights to go on from.
+What all this promises, and how it is tested: docs/reliability.md.
 """
 
 import fcntl
@@ -29,11 +30,12 @@ from dph import distributed
 from dph.config import Config, TrainConfig, read_tables, to_toml
 from dph.errors import DataError, UserError, read_json
 from dph.model import Decoder
-from dph.model_folder import load_model, save_model
+from dph.model_folder import INDEX, WEIGHTS, load_model, save_model
 from dph.tokenizer import Tokenizer
 
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
-FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|save_every|keep_last|keep_best)$"
+FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|save_every|save_dtype|keep_last|keep_best)$"
+MASTER = "master_weights.safetensors"  # the fp32 weights, in a checkpoint whose model.safetensors is in bf16
 DAY = "chat_day.txt"  # in a run's folder
 SUMS, PARTS = "SHA256SUMS", {"model.safetensors", "config.json", "trainer.safetensors", "state.json"}
 
@@ -166,7 +168,12 @@ def save_checkpoint(
     if distributed.rank():
         return
     with _beside(home / f"step-{step}") as partial:
-        save_model(model, partial)
+        save_model(model, partial, torch.bfloat16 if train.save_dtype == "bf16" else None)
+        if train.save_dtype == "bf16":
+            write_tensors(partial / MASTER, {name: weight.cpu() for name, weight in model.state_dict().items()})
+        # Tools that read every .safetensors of a folder, vLLM for one, keep to an index where there is one.
+        index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), WEIGHTS)}
+        write_text(partial / INDEX, json.dumps(index, indent=1) + "\n")
         tokenizer.save(partial)
         write_tensors(partial / "trainer.safetensors", moments)
         write_text(partial / "state.json", json.dumps(state, indent=1) + "\n")
@@ -212,9 +219,12 @@ def _sha256(path: Path) -> str:
 @torch.no_grad()
 def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> dict[str, Any]:
     """Copies a checkpoint's weights and moments into place and returns its state."""
-    saved = load_model(folder, next(model.parameters()).dtype)
-    for weight, loaded in zip(model.parameters(), saved.parameters(), strict=True):
-        weight.copy_(loaded)
+    if (folder / MASTER).is_file():
+        saved = load_file(folder / MASTER)
+    else:
+        saved = load_model(folder, next(model.parameters()).dtype).state_dict()
+    for name, weight in model.named_parameters():
+        weight.copy_(saved[name])
     moments, own = load_file(folder / "trainer.safetensors"), {p for g in optimizer.param_groups for p in g["params"]}
     for name, weight in model.named_parameters():
         prefix = f"{name}:"

@@ -138,6 +138,7 @@ class TrainConfig:
     record_rollouts: bool = key(False, "keep every step's rollouts, for train.py --replay RUN")
     eval_every: int = key(50, "steps between evaluations; 0 never", low=0)
     save_every: int = key(50, "steps between checkpoints; 0 only at the end", low=0)
+    save_dtype: str = key("fp32", "weights in a checkpoint; with bf16 the fp32 ones stand beside", "fp32", "bf16")
     keep_last: int = key(2, "newest checkpoints kept", low=1)
     keep_best: bool = key(False, "also keep the checkpoint with the best pass@1 of the first evaluation set")
 

@@ -621,6 +621,40 @@ def test_variables_without_a_template_are_an_error(tmp_path: Path) -> None:
         load_tokenizer(llama3(tmp_path, chat_template=None), {"x": 1})
 
 
+# Positions
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"max_position_embeddings": "2048"}, None),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "linear", "factor": 4}}, 8192),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+    ],
+)
+def test_the_positions_are_those_that_rope_is_stretched_to(
+    tmp_path: Path, config: dict[str, Any], positions: int | None
+) -> None:
+    write(llama3(tmp_path) / "config.json", config)
+    assert load_tokenizer(tmp_path).model_max_length == positions
+
+
 # Files
 
 
