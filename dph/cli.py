@@ -121,7 +121,8 @@ def load_policy(path: str, config: Config, device: torch.device) -> Policy:
         sizes = f"{tokenizer.vocab_size} tokens in the tokenizer, {model.config.vocab_size} in the model"
         raise UserError(f"{folder}: {sizes}")
     if config.presample.top_k > model.config.vocab_size - 1:
-        most = f"{model.config.vocab_size - 1}, all tokens of the vocabulary of {folder} but one"
+        size = model.config.vocab_size
+        most = f"{size - 1}: {folder} has {size} tokens"
         raise UserError(f"presample.top_k = {config.presample.top_k} should be at most {most}")
     if config.model.compile:
         model.compile_layers()

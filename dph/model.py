@@ -29,6 +29,7 @@ ONLY |= {"partial_rotary_factor": 1, "truncate": True, "attention_factor": None,
 LENGTH = "original_max_position_embeddings"
 ROPES = {"default": [], "linear": ["factor"], "llama3": ["factor", LENGTH, "low_freq_factor", "high_freq_factor"]}
 ROPES |= {"yarn": ["factor", LENGTH, "beta_fast", "beta_slow"]}
+LARGEST = 100_000_000  # of a size in config.json
 Device = torch.device | str
 
 
@@ -77,8 +78,11 @@ class ModelConfig:
 
 def _positive(data: dict[str, Any], key: str, kind: type[float] = int, default: float | None = None) -> Any:
     value: Any = default if data.get(key) is None else data[key]
-    if not isinstance(value, (int, kind)) or value <= 0:
+    number = isinstance(value, (int, kind)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value <= 0:
         raise UserError(f"config.json: {key} is {value!r}; it must be a positive {kind.__name__}")
+    if kind is int and value > LARGEST:
+        raise UserError(f"config.json: {key} is {value}; no size of a model is above {LARGEST:,}")
     return value
 
 

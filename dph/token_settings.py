@@ -69,8 +69,8 @@ class TokenSettings:
         path = self.folder / "added_tokens.json"
         special = {token.content for token in self.special()}
         for content, number in read_json(path, optional=True).items():
-            where = f"{path}: {content!r}"
-            self._give(where, number, _token(where, content, special=content in special))
+            token = _token(f"{path}: {content!r}", content, special=content in special)
+            self._give(str(path), number, token)
 
     def _read_decoder(self) -> None:
         """tokenizer_config.json's added_tokens_decoder: {id: {content, special, lstrip, ...}}; it has the last word."""

@@ -167,7 +167,10 @@ class _Json:
     def __init__(self, path: Path, settings: TokenSettings) -> None:
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no narrower class
+            self.inner.get_vocab()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises no narrower class, and its panics are no Exception
             raise UserError(f"{path}: not a tokenizer: {error}") from None
         self.inner.no_truncation()  # the file may ask for both
         self.inner.no_padding()

@@ -122,6 +122,7 @@ case("a threshold above the samples", "--presample.threshold=3")
 case("a plain form of another divergence", "--loss.divergence_form=plain")
 case("an estimator for reverse KL alone", "--loss.samples=own")
 case("two things that exclude each other", "--loss.samples=both", "--presample.top_k=4")
+case("more stored tokens than the vocabulary has", "--presample.top_k=128")
 case("an unbounded generator of sequences", "--loss.level=sequence", "--loss.divergence=forward_kl")
 case("one beta", "--optim.betas=[0.9]")
 case("a dual clip below 1", "--loss.dual_clip=0.5")
@@ -207,6 +208,21 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     return damage
 
 
+def tokenizer_config(**changes: object) -> Damage:
+    path = Path("model/tokenizer_config.json")
+    return lambda: path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def old_run() -> None:
+    for step in (9, 100):
+        writes(f"runs/old/checkpoints/step-{step}/config.json", "{}")()
+    writes("runs/old/config.toml", "")()
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 272515648\n"
+ADAPTER = writes("model/adapter_config.json", '{"base_model_name_or_path": "Qwen/Qwen2.5-0.5B"}')
+
+
 def sharded(shards: object) -> Damage:
     return lambda: (
         Path("model/model.safetensors").unlink(),
@@ -222,7 +238,21 @@ case("a config.json that is no JSON", damage=writes("model/config.json", "{"))
 case("an unknown architecture", damage=config_json(model_type="gpt2"))
 case("a size that is a text", damage=config_json(hidden_size="32"))
 case("heads that do not divide", damage=config_json(num_key_value_heads=3))
-case("a quantised model", damage=config_json(quantization_config={"bits": 4}))
+case("a quantised model", damage=config_json(quantization_config={"quant_method": "awq", "bits": 4}))
+case("quantised weights that the config does not name",
+     damage=weights(lambda w: w.update({"model.norm.qweight": torch.ones(2, dtype=torch.int32)})))  # fmt: skip
+case("GGUF in place of a model", damage=lambda: Path("model/model.safetensors").rename("model/q4.gguf"))
+case("a pointer of git-lfs", damage=writes("model/model.safetensors", LFS))
+case("an adapter in place of a model", damage=lambda: (Path("model/model.safetensors").unlink(),
+                                                       Path("model/config.json").unlink(), ADAPTER()))  # fmt: skip
+case("an adapter without a tokenizer", "--model.path=adapter",
+     damage=writes("adapter/adapter_config.json", '{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}'))  # fmt: skip
+case("an adapter beside whole weights", damage=ADAPTER)
+case("a run in place of a model", "--model.path=runs/old", damage=old_run)
+case("its checkpoints in place of a model", "--model.path=runs/old/checkpoints", damage=old_run)
+case(
+    "a run without checkpoints in place of a model", "--model.path=runs/old", damage=writes("runs/old/config.toml", "")
+)
 case("no weights", damage=lambda: Path("model/model.safetensors").unlink())
 case("weights in a pickle alone",
      damage=lambda: Path("model/model.safetensors").rename("model/pytorch_model.bin"))  # fmt: skip
@@ -239,10 +269,28 @@ case("another vocabulary in config.json", damage=config_json(vocab_size=7))
 case("a vocabulary smaller than the tokenizer's",
      damage=lambda: (config_json(vocab_size=7)(),
                      weights(lambda w: w.update({k: w[k][:7].clone() for k in w if len(w[k]) > 96}))()))  # fmt: skip
+case("a vocabulary without its tokenizer", damage=lambda: (Path("model/tokenizer.model").unlink(),
+                                                           writes("model/vocab.json", "{}")(),
+                                                           writes("model/merges.txt", "")()))  # fmt: skip
 case("no tokenizer", damage=lambda: Path("model/tokenizer.model").unlink())
 case("a tokenizer that is none", damage=writes("model/tokenizer.model", "x"))
 case("no end token", damage=lambda: (writes("model/generation_config.json", "{}")(),
                                      writes("model/tokenizer_config.json", "{}")(), strip_end()))  # fmt: skip
+case("an end token that is a number", damage=tokenizer_config(eos_token=2))
+case("an end token without its text", damage=tokenizer_config(eos_token={"id": 2}))
+case("an end token's id that is true", damage=writes("model/generation_config.json", '{"eos_token_id": true}'))
+case("added tokens in a list", damage=tokenizer_config(added_tokens_decoder=["<think>"]))
+case("an added token without its text", damage=tokenizer_config(added_tokens_decoder={"128": {"special": True}}))
+case("an added token whose id is taken", damage=tokenizer_config(added_tokens_decoder={"7": {"content": "</s>"}}))
+case("two added tokens of one id", damage=writes("model/added_tokens.json", '{"<a>": 128, "<b>": 128}'))
+case("an empty chat template", damage=writes("model/chat_template.jinja", ""))
+case("a chat template that is not UTF-8", damage=writes("model/chat_template.jinja", b"\xff{{ messages }}"))
+case("a chat template that is a number", damage=tokenizer_config(chat_template=3))
+case("a chat template that writes nothing", damage=writes("model/chat_template.jinja", "{% set x = messages %}"))
+case("a variable that the chat template does not read", "--data.template={enable_thinkin=false}",
+     damage=writes("model/chat_template.jinja", "{{ messages }}{{ enable_thinking }}"))  # fmt: skip
+case("a variable without a chat template", "--data.template={enable_thinking=false}",
+     damage=tokenizer_config(chat_template=None))  # fmt: skip
 case("a broken chat template", damage=writes("model/chat_template.jinja", "{% for"))
 case("a template that reaches for Python", damage=writes("model/chat_template.jinja", "{{ ''.__class__.__mro__ }}"))
 case("a template that divides by zero", damage=writes("model/chat_template.jinja", "{{ 1 / 0 }}"))
@@ -285,6 +333,7 @@ def locked(path: str) -> Iterator[None]:
         child.terminate()
 
 
+case("a run's day that is none", damage=writes(f"{RUN}/chat_day.txt", "yesterday"))
 case("the folder of another run", damage=another_run)
 case("a run's config.toml that is no TOML",
      damage=lambda: (another_run(), writes(f"{RUN}/config.toml", "x")()))  # fmt: skip

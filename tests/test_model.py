@@ -456,6 +456,9 @@ def test_untied_without_a_head_is_an_error_never_random_weights(tmp_path: Path) 
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 must divide 4"),
         ({"head_dim": 7}, "head_dim 7 be even"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"hidden_size": 10**12}, "no size of a model is above 100,000,000"),
     ],
 )
 def test_what_is_not_supported_is_named(change: dict[str, Any], named: str) -> None:
@@ -476,7 +479,7 @@ def test_settings_that_change_nothing_are_not_refused() -> None:
     "key", [*SIZES, "rms_norm_eps", "model_type", "architectures", "head_dim", "rope_scaling", "layer_types"]
 )
 def test_nonsense_in_any_key_is_a_user_error(key: str) -> None:
-    for nonsense in (-1, "x", [1], {"a": {"b": 1}}):
+    for nonsense in (True, -1, "x", [1], {"a": {"b": 1}}):
         with pytest.raises(UserError, match=r"^config\.json: "):
             ModelConfig.from_dict({**SMALL, "model_type": "llama", key: nonsense})
 
