@@ -167,19 +167,18 @@ class _Json:
     def __init__(self, path: Path, settings: TokenSettings) -> None:
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
-            self.inner.get_vocab()
+            self.inner.no_truncation()  # the file may ask for both
+            self.inner.no_padding()
+            self.around: list[int] = self.inner.encode("", add_special_tokens=True).ids  # what it puts around a text
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises no narrower class, and its panics are no Exception
             raise UserError(f"{path}: not a tokenizer: {error}") from None
-        self.inner.no_truncation()  # the file may ask for both
-        self.inner.no_padding()
         self._add_given(path, settings)
         self._add_special(settings)
         self.names = {name: token.content for name, token in settings.named.items()}
         self.vocabulary: dict[str, int] = self.inner.get_vocab(with_added_tokens=True)
         self.special_ids = {i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
-        self.around: list[int] = self.inner.encode("", add_special_tokens=True).ids  # what it puts around a text
 
     def _add_given(self, path: Path, settings: TokenSettings) -> None:
         """Adds the tokens with ids. The library numbers new ones itself, one after another; that must fit the ids."""

@@ -695,6 +695,15 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, complai
     assert "\n" not in str(caught.value)
 
 
+def test_a_post_processor_that_the_library_panics_on_is_named(tmp_path: Path) -> None:
+    path = llama3(tmp_path) / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["post_processor"]["special_tokens"] = {}
+    write(path, data)
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_vocabulary_without_its_tokenizer_says_how_to_make_it(tmp_path: Path) -> None:
     write(tmp_path / "vocab.json", {"a": 0})
     (tmp_path / "merges.txt").write_text("")
