@@ -43,6 +43,7 @@ SHORT = [
     *("--eval.samples=4", "--eval.k=[1, 4]", "--eval.during_prompts=8", "--eval.during_samples=2"),
     *("--sampling.max_rows=32", "--presample.rehearsal_responses=2", "--train.rehearsal_rows=8"),
     *("--train.prompts_per_step=8", "--train.responses_per_prompt=4", "--train.keep_best=true"),
+    "--train.save_dtype=bf16",
 ]
 TINY = [
     *("--train.steps=6", "--train.prompts_per_step=4", "--train.rehearsal_rows=4", "--sampling.max_new_tokens=8"),
@@ -70,7 +71,7 @@ def left(run: Path, steps: int) -> dict[str, Any]:
     last = run / "checkpoints" / f"step-{steps}"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     hashed = {
-        "weights": [last / "model.safetensors"],
+        "weights": [last / "model.safetensors", last / "master_weights.safetensors"],
         "moments": [last / "trainer.safetensors"],
         "counters": [last / "state.json"],
         "samples": [run / "samples.jsonl"],

@@ -18,7 +18,7 @@ from dph.answering import Policy, answer
 from dph.config import DataConfig
 from dph.evaluation import pass_at_k
 from dph.miniature_base import build_base
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.prompts import PromptSet
 from dph.sampler import SamplingSettings
 from dph.tasks.miniature import COUNTS, MiniatureTask, style_of, style_spread

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import cost, machine
-from dph.model import Decoder, load_model
+from dph.model import Decoder
+from dph.model_folder import load_model
 from dph.sampler import SamplingSettings, sample
 from dph.tasks.base import Prompt
 from dph.tokenizer import load_tokenizer

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.measure import on_ranks
 from dph import distributed
-from dph.model import Decoder, load_model
+from dph.model import Decoder
+from dph.model_folder import load_model
 from dph.rollouts import Rollout, collate
 from dph.scoring import token_logprobs
 

@@ -88,7 +88,7 @@ def answer(
 def _judged(policy: Policy, data: PromptSet, rollouts: Iterator[Rollout]) -> Iterator[Answer]:
     prompts = {prompt.index: prompt for prompt in data.prompts}
     while written := list(islice(rollouts, GRADED_TOGETHER)):
-        texts = [policy.tokenizer.decode(rollout.tokens) for rollout in written]
+        texts = [policy.tokenizer.answer_text(rollout.tokens) for rollout in written]
         asked = [prompts[rollout.prompt] for rollout in written]
         rewards = data.task.rewards(list(zip(asked, texts, strict=True)))
         for rollout, text, reward in zip(written, texts, rewards, strict=True):

@@ -2,7 +2,8 @@
 
 A checkpoint is RUN/checkpoints/step-N: a model folder in Hugging Face layout with trainer.safetensors (AdamW's
 moments), state.json (the counters) and SHA256SUMS, as `sha256sum -c` reads it; one that does not hold what was written
-is never loaded. What all this promises, and how it is tested: docs/reliability.md.
+is never loaded. Where the model folder is in bf16, master_weights.safetensors holds the fp32 weights to go on from.
+What all this promises, and how it is tested: docs/reliability.md.
 """
 
 import fcntl
@@ -16,6 +17,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dph import distributed
-from dph.config import Config, TrainConfig, read_tables, to_toml
+from dph.config import Config, TrainConfig, to_toml
+from dph.config_values import read_tables
 from dph.errors import DataError, UserError, read_json
-from dph.model import Decoder, load_model, save_model
+from dph.model import Decoder
+from dph.model_folder import INDEX, WEIGHTS, load_model, save_model
 from dph.tokenizer import Tokenizer
 
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
-FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|save_every|keep_last|keep_best)$"
+FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|save_every|save_dtype|keep_last|keep_best)$"
+MASTER = "master_weights.safetensors"  # the fp32 weights, in a checkpoint whose model.safetensors is in bf16
+DAY = "chat_day.txt"  # in a run's folder
 SUMS, PARTS = "SHA256SUMS", {"model.safetensors", "config.json", "trainer.safetensors", "state.json"}
 
 
@@ -153,7 +159,9 @@ def open_run(config: Config) -> Path:
     except BlockingIOError:
         raise UserError(f"{folder}: another process is at work here; wait, or choose another run.name") from None
     path, text = folder / "config.toml", to_toml(config)
-    begun = {p.name for p in folder.iterdir()} - {"lock", path.name}  # a mistake found later leaves these two
+    begun = {p.name for p in folder.iterdir()} - {"lock", path.name, DAY}  # a mistake found later leaves these
+    if not (folder / DAY).exists():
+        write_text(folder / DAY, f"{date.today()}\n")
     if path.exists() and begun:
         old, new = _flat(read_tables(path)), _flat(tomllib.loads(text))
         changed = [k for k in new if old.get(k) != new[k] and not re.match(FREE, k)]
@@ -162,6 +170,17 @@ def open_run(config: Config) -> Path:
             raise UserError(f"{folder}: holds another run ({shown}); choose another run.name or delete it")
     write_text(path, text)
     return folder
+
+
+def chat_day(run: Path) -> date:
+    """The day that chat templates take for today: that of the run's first start, or today where there is no run yet."""
+    path = run / DAY
+    try:
+        return date.fromisoformat(path.read_text(encoding="utf-8").strip())
+    except FileNotFoundError:
+        return date.today()
+    except ValueError:
+        raise UserError(f"{path}: should hold the day of the run's first start, such as 2026-01-31") from None
 
 
 def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +199,12 @@ def save_checkpoint(
     if distributed.rank():
         return
     with _beside(home / f"step-{step}") as partial:
-        save_model(model, partial)
+        save_model(model, partial, torch.bfloat16 if train.save_dtype == "bf16" else None)
+        if train.save_dtype == "bf16":
+            write_tensors(partial / MASTER, {name: weight.cpu() for name, weight in model.state_dict().items()})
+        # Tools that read every .safetensors of a folder, vLLM for one, keep to an index where there is one.
+        index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), WEIGHTS)}
+        write_text(partial / INDEX, json.dumps(index, indent=1) + "\n")
         tokenizer.save(partial)
         write_tensors(partial / "trainer.safetensors", moments)
         write_text(partial / "state.json", json.dumps(asdict(state), indent=1) + "\n")
@@ -226,9 +250,12 @@ def _sha256(path: Path) -> str:
 @torch.no_grad()
 def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> State:
     """Copies a checkpoint's weights and moments into place and returns its state."""
-    saved = load_model(folder, next(model.parameters()).dtype)
-    for weight, loaded in zip(model.parameters(), saved.parameters(), strict=True):
-        weight.copy_(loaded)
+    if (folder / MASTER).is_file():
+        saved = load_file(folder / MASTER)
+    else:
+        saved = load_model(folder, next(model.parameters()).dtype).state_dict()
+    for name, weight in model.named_parameters():
+        weight.copy_(saved[name])
     moments, own = load_file(folder / "trainer.safetensors"), {p for g in optimizer.param_groups for p in g["params"]}
     for name, weight in model.named_parameters():
         prefix = f"{name}:"

@@ -14,11 +14,14 @@ from tqdm import tqdm
 
 from dph import distributed
 from dph.answering import Policy
+from dph.checkpoint import chat_day
 from dph.config import Config, describe, load_config
 from dph.errors import UserError
-from dph.model import load_model
+from dph.model_folder import check_model_folder, load_model
 from dph.tasks import Task, load_task
 from dph.tokenizer import load_tokenizer
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]  # what is fetched of a model
 
 
 def config_argument(parser: argparse.ArgumentParser, **options: Any) -> None:
@@ -52,14 +55,23 @@ def to_the_end(work: Callable[[], None], debug: bool) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: what is half-written is cleared away
     try:
         work()
-    except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
+    except (UserError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
+        full = _out_of_memory(error)
+        if isinstance(error, RuntimeError) and not full:
+            raise  # a mistake of this program's
         if debug:
             traceback.print_exc()
         if isinstance(error, KeyboardInterrupt):
             print("\ninterrupted; the same command continues where this one stopped", file=sys.stderr)
             sys.exit(130)
-        full = isinstance(error, torch.OutOfMemoryError)
-        fail("out of memory; lower sampling.max_rows or train.microbatch_tokens" if full else str(error))
+        lower = "sampling.max_rows, sampling.max_new_tokens or train.microbatch_tokens"
+        fail(f"out of memory; lower {lower}" if full else str(error))
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """On a CPU PyTorch raises no class of its own for it."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 class StopSignals:
@@ -113,24 +125,32 @@ def resolve_model(path: str, config: Config) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if folder.exists() or folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
+    if folder.exists():
+        raise UserError(f"model.path = {path!r}: is a file; a model is a folder in Hugging Face layout")
+    if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
         raise UserError(f"model.path = {path!r}: no such folder")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]))
+        return Path(snapshot_download(path, allow_patterns=HUB_FILES))
     except Exception as error:  # the hub's own errors, the network's, the disk's: one advice for all
         why = f"is no folder and could not be fetched from the hub ({type(error).__name__})"
         raise UserError(f"model.path = {path!r} {why}; download it elsewhere and give its folder") from error
 
 
 def load_policy(path: str, config: Config, device: torch.device) -> Policy:
-    """Model and tokenizer of `path`, in fp32 on `device`."""
+    """Model and tokenizer of `path`, in fp32 on `device`; what can be refused at a glance is, before weights load."""
     folder = resolve_model(path, config)
-    tokenizer, model = load_tokenizer(folder), load_model(folder, torch.float32, device)
+    check_model_folder(folder)
+    tokenizer = load_tokenizer(folder, config.data.template, chat_day(config.run_folder))
+    model = load_model(folder, torch.float32, device)
     if tokenizer.vocab_size > model.config.vocab_size:  # the other way round is padding
         sizes = f"{tokenizer.vocab_size} tokens in the tokenizer, {model.config.vocab_size} in the model"
         raise UserError(f"{folder}: {sizes}")
+    if config.presample.stored_top_k > model.config.vocab_size - 1:
+        size = model.config.vocab_size
+        most = f"{size - 1}: {folder} has {size} tokens"
+        raise UserError(f"presample.stored_top_k = {config.presample.stored_top_k} should be at most {most}")
     if config.model.compile:
         model.compile_layers()
     return Policy(model, tokenizer, folder)

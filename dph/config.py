@@ -6,32 +6,23 @@ bounds is a UserError that names the key, the value and what would be right.
 """
 
 import dataclasses
-import difflib
 import json
-import math
-import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dph.config_values import checked_section, key, nearest, parse_override, read_tables, split_override
 from dph.divergences import Divergence, make_divergence
 from dph.errors import UserError
 
-GONE = {  # keys of earlier versions, with what the error says of them
-    "presample.top_k": "is now called presample.stored_top_k",
-    "loss.overlong_buffer": "is now called train.overlong_buffer",
-    "loss.level": "is gone: u is each token's, since that of a whole answer has a gradient without bound",
-}
-
-
-def key(default: Any, meaning: str, *choices: str, low: float = -math.inf, high: float = math.inf) -> Any:
-    """A dataclass field with its meaning (for --help), its choices and its bounds (low <= value <= high)."""
-    metadata = {"meaning": meaning, "choices": choices, "low": low, "high": high}
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+MANY = 1_000_000  # more answers, prompts or tokens than one step holds: where a larger number is a slip of the hand
+# In fp32 the alpha generator loses digits towards 0: over 0.01 <= |log u| <= 8 the largest relative error of f and of
+# its gradient is 0.2 % at 0.01, 2 % at 0.001, 24 % at 1e-4; at 1e-8 both are 0. Towards 1 it stays below 0.004 %.
+# (tests/test_divergences.py measures it.)
+LEAST_ALPHA = 0.01
+FIELDS = ("prompt", "answer")  # what [data] fields may name the columns of
 
 
 @dataclass(frozen=True)
@@ -64,6 +55,7 @@ class DataConfig:
     system: str = key("", "system message put before every prompt that has none")
     instruction: str = key("", "text appended to every bare question")
     fields: dict[str, str] = key({}, "column names of other files: {prompt = ..., answer = ...}")
+    template: dict[str, str | bool | int | float] = key({}, "variables of the chat template: {enable_thinking = false}")
     strict: bool = key(True, "math: only a box or #### counts as an answer")
     math_match: str = key("number", "math: a gold number wants a number; value takes sums too", "number", "value")
     db_root: str = key("", "sql: folder of the databases")
@@ -79,18 +71,18 @@ class SamplingConfig:
     """[sampling] how a policy answers, in pre-sampling and training."""
 
     temperature: float = key(1.0, "tau: all log-probabilities are of softmax(logits / tau)", low=0.01)
-    max_new_tokens: int = key(512, "longest answer, the end token included", low=1)
-    max_rows: int = key(64, "answers written side by side", low=1)
+    max_new_tokens: int = key(512, "longest answer, the end token included", low=1, high=MANY)
+    max_rows: int = key(64, "answers written side by side", low=1, high=MANY)
 
 
 @dataclass(frozen=True)
 class PresampleConfig:
     """[presample] the partition into D_pef and D_exp (E7)."""
 
-    responses: int = key(8, "k, answers of pi_ref to each training prompt", low=1)
+    responses: int = key(8, "k, answers of pi_ref to each training prompt", low=1, high=MANY)
     threshold: int = key(8, "near-perfect from this many correct answers of k", low=1)
     confirm: bool = key(True, "one more sample must be correct too; false keeps the k samples' correct answers")
-    rehearsal_responses: int = key(1, "answers drawn for rehearsal of each near-perfect prompt", low=1)
+    rehearsal_responses: int = key(1, "answers drawn for rehearsal of each near-perfect prompt", low=1, high=MANY)
     top_p: float = key(1.0, "nucleus used here alone", low=0.01, high=1.0)
     stored_top_k: int = key(0, "pi_ref's likeliest tokens stored at each position (E10); 0 stores none", low=0)
     drop_unsolved: bool = key(False, "leave prompts without a correct answer out of D_exp")
@@ -103,7 +95,7 @@ class LossConfig:
     divergence: str = key("none", "name of a generator of dph/divergences.py, or none")
     samples: str = key("reference", "rehearsal (E5), own: penalty (E2), both: E8", "reference", "own", "both")
     eta: float = key(0.0, "weight of the divergence (E6)", low=0.0)
-    alpha: float = key(0.5, "order of the alpha divergence", low=0.0, high=1.0)
+    alpha: float = key(0.5, "order of the alpha divergence, 0.01 or more and below 1", low=0.0, high=1.0)
     skew: float = key(0.5, "lambda of skew_js", low=0.0, high=1.0)
     divergence_form: str = key("standard", "plain: forward_kl as -log u, supervised", "standard", "plain")
     penalty_estimator: str = key("k3", "with own samples", "k3", "k3_importance", "exact")
@@ -150,17 +142,18 @@ class TrainConfig:
 
     steps: int = key(200, "rollout steps", low=0)
     explore: str = key("exp", "prompts to explore where there is a partition: D_exp's or all", "exp", "all")
-    prompts_per_step: int = key(24, "prompts explored a step", low=1)
-    responses_per_prompt: int = key(8, "G, answers of one group", low=2)
-    updates_per_step: int = key(2, "optimizer steps into which a step's rollouts are cut", low=1)
-    passes: int = key(1, "times that a step's rollouts are gone through (GRPO's mu)", low=1)
-    rehearsal_rows: int = key(64, "stored answers of D_pef in one optimizer step", low=1)
+    prompts_per_step: int = key(24, "prompts explored a step", low=1, high=MANY)
+    responses_per_prompt: int = key(8, "G, answers of one group", low=2, high=MANY)
+    updates_per_step: int = key(2, "optimizer steps into which a step's rollouts are cut", low=1, high=MANY)
+    passes: int = key(1, "times that a step's rollouts are gone through (GRPO's mu)", low=1, high=MANY)
+    rehearsal_rows: int = key(64, "stored answers of D_pef in one optimizer step", low=1, high=MANY)
     microbatch_tokens: int = key(16384, "tokens, padding included, of one forward and backward pass", low=1)
     dynamic_sampling: int = key(0, "further rounds that replace groups all right or all wrong (DAPO); 0 is off", low=0)
     overlong_buffer: int = key(0, "tokens over which DAPO's overlong penalty grows to -1; 0 is off", low=0)
-    record_rollouts: bool = key(False, "keep every step's rollouts, for train.py --replay RUN")
+    record_rollouts: bool = key(False, "keep every step's rollouts, for train.py --rollouts-from RUN")
     eval_every: int = key(50, "steps between evaluations; 0 never", low=0)
     save_every: int = key(50, "steps between checkpoints; 0 only at the end", low=0)
+    save_dtype: str = key("fp32", "weights in a checkpoint; with bf16 the fp32 ones stand beside", "fp32", "bf16")
     keep_last: int = key(2, "newest checkpoints kept", low=1)
     keep_best: bool = key(False, "also keep the checkpoint with the best pass@1 of the first evaluation set")
 
@@ -180,12 +173,12 @@ class OptimConfig:
 class EvalConfig:
     """[eval] greedy, pass@1 and pass@k (E11)."""
 
-    samples: int = key(64, "n, answers to each prompt in a full evaluation", low=1)
+    samples: int = key(64, "n, answers to each prompt in a full evaluation", low=1, high=MANY)
     k: tuple[int, ...] = key((1, 8, 16, 32), "the k of pass@k", low=1)
     temperature: float = key(1.0, "temperature of the n answers", low=0.01)
     top_p: float = key(1.0, "nucleus of the n answers", low=0.01, high=1.0)
     greedy: bool = key(True, "also one answer at temperature 0")
-    during_samples: int = key(8, "n of the evaluations during training", low=1)
+    during_samples: int = key(8, "n of the evaluations during training", low=1, high=MANY)
     during_prompts: int = key(64, "prompts of each set in those", low=1)
     final: bool = key(True, "train.py ends with a full evaluation of base and result")
 
@@ -213,10 +206,11 @@ class Config:
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a TOML file (None: defaults alone) and `--section.key=value` arguments into a checked Config."""
     tables = read_tables(Path(path)) if path is not None else {}
-    for argument in overrides:
-        section, name, value = _split_override(argument)
-        tables.setdefault(section, {})[name] = value
     sections = {f.name: f for f in dataclasses.fields(Config)}
+    for argument in overrides:
+        section, name, text = split_override(argument)
+        hints = typing.get_type_hints(sections[section].default_factory) if section in sections else {}
+        tables.setdefault(section, {})[name] = parse_override(text, hints.get(name))
     for name in tables:
         if name not in sections:
             raise UserError(f"unknown section [{name}]{nearest(name, sections)}")
@@ -226,97 +220,17 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     return config
 
 
-def read_tables(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, dict[str, Any]]:
-    """The file's sections over those of the file that it extends."""
-    if path in seen:
-        raise UserError(f"{path}: extends itself through {' -> '.join(map(str, seen))}")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such config file") from None
-    except (ValueError, RecursionError) as error:  # also a number too long, brackets too deep
-        raise UserError(f"{path}: not valid TOML: {error}") from None
-    base = table.pop("extends", None)
-    if base is not None and not isinstance(base, str):
-        raise UserError(f"{path}: extends = {base!r} should be the name of a file")
-    tables = read_tables(path.parent / base, (*seen, path)) if base is not None else {}
-    for name, section in table.items():
-        if not isinstance(section, dict):
-            raise UserError(f"{path}: {name} stands outside a section; write it under [section]")
-        tables.setdefault(name, {}).update(section)
-    return tables
-
-
-def _split_override(argument: str) -> tuple[str, str, Any]:
-    """('--loss.eta=0.2') -> ('loss', 'eta', 0.2); values are TOML, bare words are strings."""
-    name, equals, text = argument.removeprefix("--").partition("=")
-    section, dot, option = name.partition(".")
-    if not (argument.startswith("--") and equals and dot and section and option):
-        raise UserError(f"argument {argument!r} should read --section.key=value (see --help)")
-    try:
-        return section, option, tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return section, option, text
-
-
-def checked_section(kind: Any, section: str, values: Mapping[str, Any]) -> Any:
-    """One section's dataclass, made of fields by `key`, from its table; every value is checked."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
-    checked = {}
-    for name, value in values.items():
-        if (answer := GONE.get(f"{section}.{name}")) is not None:
-            raise UserError(f"{section}.{name} {answer}")
-        if name not in fields:
-            raise UserError(f"unknown key {section}.{name}{nearest(name, fields)}")
-        checked[name] = _value(f"{section}.{name}", value, hints[name], fields[name].metadata)
-    return kind(**checked)
-
-
-def _value(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
-    """`value` as the type `hint`, within its limits; a UserError that names the key otherwise."""
-    origin = typing.get_origin(hint)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            value = [value]
-        return tuple(_value(f"{name}[{i}]", item, typing.get_args(hint)[0], limits) for i, item in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-            raise UserError(f'{name} = {value!r} should be a table of strings, e.g. {{prompt = "question"}}')
-        return dict(value)
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise UserError(f"{name} has {len(str(abs(value)))} digits; it should be below 2^63")
-    if isinstance(value, str) and "\0" in value:
-        raise UserError(f"{name} = {value!r} should hold no zero byte")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    if type(value) is not hint:
-        kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-        raise UserError(f"{name} = {value!r} should be {kinds[hint]}")
-    if limits["choices"] and value not in limits["choices"]:
-        raise UserError(f"{name} = {value!r} should be one of {', '.join(limits['choices'])}")
-    low, high = limits["low"], limits["high"]
-    if isinstance(value, int | float) and not (low <= value <= high and math.isfinite(value)):
-        bounds = f"from {low:g} to {high:g}" if math.isfinite(high) else f"at least {low:g}"
-        raise UserError(f"{name} = {value!r} should be {bounds}")
-    return value
-
-
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """The end of an error's line about an unknown name: the one that was meant, or all there are."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
-
-
 def _check(config: Config) -> None:
     """Rules between keys."""
     loss, presample, train = config.loss, config.presample, config.train
     rules = [
         (presample.threshold <= presample.responses,
          f"presample.threshold = {presample.threshold} should be at most presample.responses = {presample.responses}"),
-        (0 < loss.alpha < 1, f"loss.alpha = {loss.alpha:g} should lie strictly between 0 and 1"),
+        (LEAST_ALPHA <= loss.alpha < 1,
+         f"loss.alpha = {loss.alpha:.12g} should be at least {LEAST_ALPHA} and below 1: nearer to 0 fp32 has no digits "
+         "for it; its limits are reverse_kl at 0, forward_kl at 1"),
+        (not loss.eta or loss.divergence != "none",
+         f"loss.eta = {loss.eta:g} weighs nothing: loss.divergence is 'none'; name one, or leave loss.eta at 0"),
         (0 < loss.skew < 1, f"loss.skew = {loss.skew:g} should lie strictly between 0 and 1"),
         (loss.dual_clip == 0 or loss.dual_clip > 1, f"loss.dual_clip = {loss.dual_clip:g} should be 0 or above 1"),
         (len(config.optim.betas) == 2, f"optim.betas = {list(config.optim.betas)} should be two numbers"),
@@ -334,12 +248,17 @@ def _check(config: Config) -> None:
          f"eval.k = {list(config.eval.k)} should not exceed eval.samples = {config.eval.samples}"),
         (len(set(config.data.eval)) == len(config.data.eval),
          f"data.eval = {list(config.data.eval)} should name each set once"),
-        (config.run.name not in ("", ".", "..") and "/" not in config.run.name,
-         f"run.name = {config.run.name!r} should be one folder name"),
+        (config.run.name not in ("", ".", "..") and "/" not in config.run.name and config.run.name.isprintable(),
+         f"run.name = {config.run.name!r} should be one folder name of printable characters"),
+        (config.run.name.lower() != "base",
+         f"run.name = {config.run.name!r} is the name of the initial policy's report; choose another"),
     ]  # fmt: skip
     for holds, message in rules:
         if not holds:
             raise UserError(message)
+    for name in config.data.fields:
+        if name not in FIELDS:
+            raise UserError(f"data.fields has an unknown name {name!r}{nearest(name, FIELDS)}")
     loss.make_divergence()  # an unknown name is an error at once, not after pre-sampling
 
 

@@ -31,7 +31,7 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: holds a {type(data).__name__}; it must be an object")

@@ -20,7 +20,8 @@ from dph.checkpoint import write_text
 from dph.config import Config
 from dph.divergences import EXP_LIMIT
 from dph.errors import UserError, read_json
-from dph.model import Decoder, load_model
+from dph.model import Decoder
+from dph.model_folder import load_model
 from dph.prompts import PromptSet
 from dph.rollouts import Rollout
 from dph.tokenizer import load_tokenizer

@@ -1,39 +1,35 @@
-"""Llama, Qwen2 and Qwen3 decoders in one module, their KV cache, and checkpoints in Hugging Face layout.
+"""Llama, Qwen2 and Qwen3 decoders in one module, and their KV cache.
 
-Attribute names equal the checkpoint's keys, so loading is one strict load. The families differ in little: Qwen2 has
-biases on q, k and v; Qwen3 normalises each query and key head. A tied model has no lm_head: its embedding serves.
+Attribute names equal the checkpoint's keys, so loading (dph/model_folder.py) is one strict load. The families differ in
+little: Qwen2 has biases on q, k and v; Qwen3 normalises each query and key head. A tied model has no lm_head: its
+embedding serves.
 
-Simplified: no dropout; dense layers and full attention only; RoPE of type default, linear, llama3 or yarn; weights in
-safetensors only. A checkpoint that asks for more is refused by name, never half loaded.
+Simplified: no dropout; dense layers and full attention only; RoPE of type default, linear, llama3 or yarn. A config
+that asks for more is refused by name.
 
-Read top-down: ModelConfig, RoPE, KVCache, the decoder from the inside out, then load_model and save_model.
+Read top-down: ModelConfig, RoPE, KVCache, then the decoder from the inside out.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dph.errors import UserError, read_json
+from dph.errors import UserError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
 # What a config, and the RoPE settings in it, may say or leave out: another value asks for more than is here.
 ONLY: dict[str, Any] = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, "attention_dropout": 0}
-ONLY |= {"quantization_config": None, "partial_rotary_factor": 1}
-ONLY |= {"truncate": True, "attention_factor": None, "mscale": None}
+ONLY |= {"partial_rotary_factor": 1, "truncate": True, "attention_factor": None, "mscale": None}
 LENGTH = "original_max_position_embeddings"
 ROPES = {"default": [], "linear": ["factor"], "llama3": ["factor", LENGTH, "low_freq_factor", "high_freq_factor"]}
 ROPES |= {"yarn": ["factor", LENGTH, "beta_fast", "beta_slow"]}
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+LARGEST = 100_000_000  # of a size in config.json
 Device = torch.device | str
 
 
@@ -59,6 +55,7 @@ class ModelConfig:
         """Read the contents of a config.json. UserError: a key is missing, out of range or asks for the unsupported."""
         if (kind := data.get("model_type")) not in list(ARCHITECTURES):
             raise UserError(f"config.json: model_type is {kind!r}; supported are {', '.join(ARCHITECTURES)}")
+        _refuse_quantised(data)
         sizes = {key: _positive(data, key) for key in SIZES}
         heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
         only = ONLY | {"architectures": [ARCHITECTURES[kind]], LENGTH: None}
@@ -81,9 +78,23 @@ class ModelConfig:
 
 def _positive(data: dict[str, Any], key: str, kind: type[float] = int, default: float | None = None) -> Any:
     value: Any = default if data.get(key) is None else data[key]
-    if not isinstance(value, (int, kind)) or value <= 0:
+    number = isinstance(value, (int, kind)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value <= 0:
         raise UserError(f"config.json: {key} is {value!r}; it must be a positive {kind.__name__}")
+    if kind is int and value > LARGEST:
+        raise UserError(f"config.json: {key} is {value}; no size of a model is above {LARGEST:,}")
     return value
+
+
+def _refuse_quantised(data: dict[str, Any]) -> None:
+    """AWQ, GPTQ, bitsandbytes, FP8 and their like name themselves in one of two keys."""
+    for key in ("quantization_config", "compression_config"):
+        if data.get(key) is not None:
+            method = data[key].get("quant_method") if isinstance(data[key], dict) else None
+            raise UserError(
+                f"config.json: {key} names {method or data[key]!r}: quantised weights are not supported; "
+                "take the folder that the model was quantised from"
+            )
 
 
 def _refuse_others(data: dict[str, Any], only: dict[str, Any]) -> None:
@@ -307,60 +318,3 @@ class Decoder(nn.Module):
     def head(self) -> Tensor:
         """The vocabulary's matrix (V, D): lm_head's, or the embedding's where they are tied."""
         return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
-
-
-def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> Decoder:
-    """Load config.json and safetensors, whole or in shards. UserError: one is missing, malformed or unsupported."""
-    folder = Path(folder)
-    data = read_json(folder / "config.json")
-    try:
-        config = ModelConfig.from_dict(data)
-    except UserError as error:
-        raise UserError(f"{folder}/{error}") from None
-    with torch.device("meta"):
-        model = Decoder(config)
-    weights = _read_weights(folder)
-    head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None  # some store it all the same
-    if head is not None and not torch.equal(head, weights.get("model.embed_tokens.weight", head)):
-        raise UserError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
-    for name, weight in weights.items():
-        weights[name] = weight.to(device, dtype, copy=True)  # out of the mapped file, which may change
-        if not weights[name].sum(dtype=torch.float32).isfinite():  # the sum is ten times as fast as a look at each
-            raise UserError(f"{folder}: {name} holds NaN or infinite values in {dtype}")
-        multiplies = weight.ndim == 2 and (config.tie_word_embeddings or name != "model.embed_tokens.weight")
-        if multiplies and torch.device(device).type == "cpu":  # column by column: MKL multiplies few rows, as decoding
-            weights[name] = weights[name].T.contiguous().T  # does, by such a matrix up to twice as fast
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:  # names what is missing, unexpected or of another shape, each on a line
-        raise UserError(f"{folder}: {' '.join(str(error).split()):.500}") from None
-    return model
-
-
-def save_model(model: Decoder, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and model.safetensors in `dtype`, by default the model's. Atomic is the caller's part."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    dtype = dtype or model.model.embed_tokens.weight.dtype
-    weights = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in model.state_dict().items()}
-    config = {key: value for key, value in model.config.source.items() if key != "torch_dtype"}
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors as they are stored, still in the mapped files."""
-    files = [WEIGHTS]
-    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
-        shards = read_json(folder / INDEX).get("weight_map")
-        files = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else ["/"]
-        if any(Path(file).name != file for file in files):
-            raise UserError(f"{folder / INDEX}: weight_map must name a file of this folder for each tensor")
-    found: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            found |= load_file(folder / file)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder / file}: not readable (weights must be safetensors): {error}") from None
-    return {name: weight for name, weight in found.items() if not name.endswith("rotary_emb.inv_freq")}  # Llama 2's

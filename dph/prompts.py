@@ -42,6 +42,8 @@ class PromptSet:
 def tokenize(task: Task, tokenizer: Tokenizer, config: Config) -> PromptSet:
     """The task's prompts through the chat template; those over data.max_prompt_tokens are left out, and counted aloud.
 
+    So are those that stay, but leave too little of the model's positions for the longest answer.
+
     Raises: UserError when nothing is left.
     """
     longest = config.data.max_prompt_tokens
@@ -49,6 +51,14 @@ def tokenize(task: Task, tokenizer: Tokenizer, config: Config) -> PromptSet:
     kept = [prompt for prompt in prompts if len(prompt.tokens) <= longest]
     if len(kept) < len(prompts):
         print(f"{task.name}: left out {len(prompts) - len(kept)} of {len(prompts)} prompts over {longest} tokens")
+    longest_answer, positions = config.sampling.max_new_tokens, tokenizer.model_max_length
+    if positions is not None:
+        beyond = sum(len(prompt.tokens) + longest_answer > positions for prompt in kept)
+        if beyond:
+            print(
+                f"{task.name}: {beyond} of {len(kept)} prompts may get answers beyond the {positions} positions of the "
+                f"model (max_position_embeddings), at sampling.max_new_tokens = {longest_answer}"
+            )
     if not kept:
         raise UserError(f"{task.name}: no prompt of at most data.max_prompt_tokens = {longest} tokens")
     return PromptSet(task, kept)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dph.config import Config, checked_section, key, load_config, nearest, read_tables
+from dph.config import Config, load_config
+from dph.config_values import checked_section, key, nearest, read_tables
 from dph.errors import UserError
 from dph.tasks.base import parse_source
 

@@ -55,6 +55,7 @@ k = [1]
 divergence = "js"
 eta = 0.1
 """
+PLAIN = ("--loss.divergence=none", "--loss.eta=0")
 Damage = Callable[[], object]
 CASES: dict[str, tuple[str, list[str], Damage | None]] = {}  # what is wrong: command, arguments, how it is made
 
@@ -89,6 +90,7 @@ case("a config that extends itself", damage=config_file('extends = "small.toml"'
 case("a config that extends a missing one", damage=config_file('extends = "base.toml"'))
 case("extends that names no file", damage=config_file("extends = 3"))
 case("brackets without end", damage=config_file("[run]\nname = " + "[" * 5000))
+case("a number that is none", "--optim.lr=1.2.3")
 case("an unknown section", "--optin.lr=1")
 case("an unknown key", "--optim.learning_rate=1")
 case("a stray word", "stray")
@@ -104,15 +106,31 @@ case("a number of 500 digits", f"--optim.lr={'9' * 500}")
 case("a number of 5000 digits", f"--train.steps={'9' * 5000}")
 case("a number for a flag", "--eval.greedy=1")
 case("a text for a table", "--data.fields=prompt")
-case("a date for a name", "--run.name=2024-01-01")
+case("a date for a name", damage=config_file("[run]\nname = 2024-01-01"))
+case("a list for a variable of the template", "--data.template={tools = [1]}")
+case("a column that nothing reads", '--data.fields={prompt = "q", anwser = "a"}')
+case("a backslash that TOML took", damage=config_file('[data]\ninstruction = "Put it in \\boxed{}."'))
+case("a backslash that TOML took in quotes of the shell", '--data.system="Give \\text{units}."')
+case("more new tokens than a machine holds", "--sampling.max_new_tokens=1000000000")
+case("new tokens that are no whole number", "--sampling.max_new_tokens=1e9")
+case("a weight of no divergence", "--loss.divergence=none")
 case("a device that there is not", "--run.device=tpu")
 case("an unknown divergence", "--loss.divergence=kl")
 case("an order of alpha at its limit", "--loss.alpha=1")
+case("an order of alpha that fp32 does not hold", "--loss.alpha=1e-5")
 case("a threshold above the samples", "--presample.threshold=3")
 case("a plain form of another divergence", "--loss.divergence_form=plain")
 case("an estimator for reverse KL alone", "--loss.samples=own")
-case("two things that exclude each other", "--loss.samples=both", "--presample.top_k=4")
+case(
+    "two things that exclude each other",
+    "--loss.samples=both",
+    "--loss.divergence=js",
+    "--loss.eta=1",
+    "--presample.stored_top_k=4",
+)
+case("a key with an old name", "--presample.top_k=4")
 case("a key that is gone", "--loss.level=sequence")
+case("more stored tokens than the vocabulary has", "--presample.stored_top_k=128")
 case("one beta", "--optim.betas=[0.9]")
 case("a dual clip below 1", "--loss.dual_clip=0.5")
 case("more updates than rows", "--train.updates_per_step=9")
@@ -120,6 +138,9 @@ case("a penalty longer than an answer", "--train.overlong_buffer=3")
 case("a k above the samples", "--eval.k=[1, 8]")
 case("a run's name that is a path", "--run.name=../x")
 case("no run's name", "--run.name=")
+case("a run's name of two lines", '--run.name="two\\nlines"')
+case("a run's name that is no UTF-8", "--run.name=caf\udce9")
+case("a run's name that is taken", "--run.name=base")
 case("a zero byte in a name", '--run.name="a\\u0000b"')
 case("an evaluation set twice", '--data.eval=["miniature:test", "miniature:test"]')
 case("replay of a run without rollouts", "--rollouts-from", "elsewhere")
@@ -157,6 +178,9 @@ rows("a row that is a list", GOOD + "[1]")
 rows("a row that is not UTF-8", GOOD.encode() + b'{"question": "\xff"}')
 rows("a row nested too deeply", "[" * 100_000)
 rows("half a surrogate pair", '{"question": "\\ud83d", "answer": "2"}')
+rows("a question whose backslash JSON took", '{"question": "What is \\beta?", "answer": "2"}')
+rows("an answer whose backslash JSON took", '{"question": "1/2?", "answer": "\\frac{1}{2}"}')
+rows("a chat whose backslash JSON took", '{"question": [{"role": "user", "content": "5\\times 2"}], "answer": "10"}')
 rows("a row without a question", '{"answer": "2"}')
 rows("a question that is a number", '{"question": 3, "answer": "2"}')
 rows("a blank question", '{"question": " ", "answer": "2"}')
@@ -221,6 +245,21 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     return damage
 
 
+def tokenizer_config(**changes: object) -> Damage:
+    path = Path("model/tokenizer_config.json")
+    return lambda: path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def old_run() -> None:
+    for step in (9, 100):
+        writes(f"runs/old/checkpoints/step-{step}/config.json", "{}")()
+    writes("runs/old/config.toml", "")()
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 272515648\n"
+ADAPTER = writes("model/adapter_config.json", '{"base_model_name_or_path": "Qwen/Qwen2.5-0.5B"}')
+
+
 def sharded(shards: object) -> Damage:
     return lambda: (
         Path("model/model.safetensors").unlink(),
@@ -236,7 +275,21 @@ case("a config.json that is no JSON", damage=writes("model/config.json", "{"))
 case("an unknown architecture", damage=config_json(model_type="gpt2"))
 case("a size that is a text", damage=config_json(hidden_size="32"))
 case("heads that do not divide", damage=config_json(num_key_value_heads=3))
-case("a quantised model", damage=config_json(quantization_config={"bits": 4}))
+case("a quantised model", damage=config_json(quantization_config={"quant_method": "awq", "bits": 4}))
+case("quantised weights that the config does not name",
+     damage=weights(lambda w: w.update({"model.norm.qweight": torch.ones(2, dtype=torch.int32)})))  # fmt: skip
+case("GGUF in place of a model", damage=lambda: Path("model/model.safetensors").rename("model/q4.gguf"))
+case("a pointer of git-lfs", damage=writes("model/model.safetensors", LFS))
+case("an adapter in place of a model", damage=lambda: (Path("model/model.safetensors").unlink(),
+                                                       Path("model/config.json").unlink(), ADAPTER()))  # fmt: skip
+case("an adapter without a tokenizer", "--model.path=adapter",
+     damage=writes("adapter/adapter_config.json", '{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}'))  # fmt: skip
+case("an adapter beside whole weights", damage=ADAPTER)
+case("a run in place of a model", "--model.path=runs/old", damage=old_run)
+case("its checkpoints in place of a model", "--model.path=runs/old/checkpoints", damage=old_run)
+case(
+    "a run without checkpoints in place of a model", "--model.path=runs/old", damage=writes("runs/old/config.toml", "")
+)
 case("no weights", damage=lambda: Path("model/model.safetensors").unlink())
 case("weights in a pickle alone",
      damage=lambda: Path("model/model.safetensors").rename("model/pytorch_model.bin"))  # fmt: skip
@@ -253,10 +306,28 @@ case("another vocabulary in config.json", damage=config_json(vocab_size=7))
 case("a vocabulary smaller than the tokenizer's",
      damage=lambda: (config_json(vocab_size=7)(),
                      weights(lambda w: w.update({k: w[k][:7].clone() for k in w if len(w[k]) > 96}))()))  # fmt: skip
+case("a vocabulary without its tokenizer", damage=lambda: (Path("model/tokenizer.model").unlink(),
+                                                           writes("model/vocab.json", "{}")(),
+                                                           writes("model/merges.txt", "")()))  # fmt: skip
 case("no tokenizer", damage=lambda: Path("model/tokenizer.model").unlink())
 case("a tokenizer that is none", damage=writes("model/tokenizer.model", "x"))
 case("no end token", damage=lambda: (writes("model/generation_config.json", "{}")(),
                                      writes("model/tokenizer_config.json", "{}")(), strip_end()))  # fmt: skip
+case("an end token that is a number", damage=tokenizer_config(eos_token=2))
+case("an end token without its text", damage=tokenizer_config(eos_token={"id": 2}))
+case("an end token's id that is true", damage=writes("model/generation_config.json", '{"eos_token_id": true}'))
+case("added tokens in a list", damage=tokenizer_config(added_tokens_decoder=["<think>"]))
+case("an added token without its text", damage=tokenizer_config(added_tokens_decoder={"128": {"special": True}}))
+case("an added token whose id is taken", damage=tokenizer_config(added_tokens_decoder={"7": {"content": "</s>"}}))
+case("two added tokens of one id", damage=writes("model/added_tokens.json", '{"<a>": 128, "<b>": 128}'))
+case("an empty chat template", damage=writes("model/chat_template.jinja", ""))
+case("a chat template that is not UTF-8", damage=writes("model/chat_template.jinja", b"\xff{{ messages }}"))
+case("a chat template that is a number", damage=tokenizer_config(chat_template=3))
+case("a chat template that writes nothing", damage=writes("model/chat_template.jinja", "{% set x = messages %}"))
+case("a variable that the chat template does not read", "--data.template={enable_thinkin=false}",
+     damage=writes("model/chat_template.jinja", "{{ messages }}{{ enable_thinking }}"))  # fmt: skip
+case("a variable without a chat template", "--data.template={enable_thinking=false}",
+     damage=tokenizer_config(chat_template=None))  # fmt: skip
 case("a broken chat template", damage=writes("model/chat_template.jinja", "{% for"))
 case("a template that reaches for Python", damage=writes("model/chat_template.jinja", "{{ ''.__class__.__mro__ }}"))
 case("a template that divides by zero", damage=writes("model/chat_template.jinja", "{{ 1 / 0 }}"))
@@ -299,6 +370,7 @@ def locked(path: str) -> Iterator[None]:
         child.terminate()
 
 
+case("a run's day that is none", damage=writes(f"{RUN}/chat_day.txt", "yesterday"))
 case("the folder of another run", damage=another_run)
 case("a run's config.toml that is no TOML",
      damage=lambda: (another_run(), writes(f"{RUN}/config.toml", "x")()))  # fmt: skip
@@ -309,9 +381,9 @@ case("a partition of something else", damage=stale)
 case("a partition that is broken", damage=writes(f"{RUN}/presample/report.json", "{"))
 case("progress of something else", damage=writes(f"{RUN}/presample/progress.jsonl", '{"model": "x"}\n'))
 case("progress that is broken", damage=writes(f"{RUN}/presample/progress.jsonl", "x\n"))
-case("metrics that are broken", "--loss.divergence=none", damage=writes(f"{RUN}/metrics.jsonl", '{"step": 1}\nx\n'))
-case("metrics without a step", "--loss.divergence=none", damage=writes(f"{RUN}/metrics.jsonl", '{"reward": 1}\n'))
-case("no whole checkpoint", "--loss.divergence=none", damage=writes(f"{RUN}/checkpoints/step-1/state.json", "{}"))
+case("metrics that are broken", *PLAIN, damage=writes(f"{RUN}/metrics.jsonl", '{"step": 1}\nx\n'))
+case("metrics without a step", *PLAIN, damage=writes(f"{RUN}/metrics.jsonl", '{"reward": 1}\n'))
+case("no whole checkpoint", *PLAIN, damage=writes(f"{RUN}/checkpoints/step-1/state.json", "{}"))
 case("an evaluation that is broken", command="evaluate", damage=writes(f"{RUN}/evaluation/model.json", "{"))
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,6 +179,27 @@ def test_recorded_rollouts_are_replayed_without_sampling(call: Call, config: Pat
     assert sums[0] == sums[1]
     rows = [json.loads(line) for line in (tmp_path / "runs/again/metrics.jsonl").read_text().splitlines()]
     assert not any("seconds/sample_and_grade" in row for row in rows)
+
+
+def test_memory_that_a_cpu_does_not_have_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    for ask in (lambda: torch.empty(2**58), lambda: np.empty(2**58)):
+        with pytest.raises(SystemExit) as stopped:
+            run_command(lambda config, arguments, ask=ask: ask(), "", lambda parser: parser.set_defaults(config=None))
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.startswith("error: out of memory; lower sampling.max_rows")
+
+
+def test_a_mistake_of_the_programs_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        run_command(
+            lambda config, arguments: torch.ones(2) + torch.ones(3),
+            "",
+            lambda parser: parser.set_defaults(config=None),
+        )
 
 
 def test_debug_shows_the_traceback(call: Call, config: Path) -> None:

@@ -54,12 +54,26 @@ def test_a_written_config_reads_back_equal(tmp_path: Path) -> None:
         ("--train.steps=true", "train.steps = True should be a whole number"),
         ("--run.device=tpu", "run.device = 'tpu' should be one of auto, cpu, cuda"),
         ("--presample.threshold=9", "presample.threshold = 9 should be at most presample.responses = 8"),
-        ("--loss.alpha=1", "loss.alpha = 1 should lie strictly between 0 and 1"),
+        ("--loss.alpha=1", "loss.alpha = 1 should be at least 0.01 and below 1"),
+        ("--loss.alpha=1e-5", "loss.alpha = 1e-05 should be at least 0.01 and below 1"),
+        ("--loss.eta=0.2", "loss.eta = 0.2 weighs nothing: loss.divergence is 'none'"),
         ("--loss.divergence_form=plain", "goes with loss.divergence = 'forward_kl'"),
         ("--optim.betas=[0.9]", "optim.betas = [0.9] should be two numbers"),
         ("--eval.k=[1,128]", "eval.k = [1, 128] should not exceed eval.samples = 64"),
         ("--run.name=../x", "run.name = '../x' should be one folder name"),
+        ('--run.name="two\\nlines"', "run.name = 'two\\nlines' should be one folder name of printable characters"),
+        ("--run.name=a\udcff", "run.name holds half a surrogate pair, or a byte that is not UTF-8, at character 2"),
+        ("--run.name=base", "run.name = 'base' is the name of the initial policy's report"),
+        ("--run.name=Base", "run.name = 'Base' is the name of the initial policy's report"),  # one file on a Mac
         ("--data.fields=3", "data.fields = 3 should be a table of strings"),
+        ('--data.fields={prompt = "q", anwser = "a"}', "unknown name 'anwser'; did you mean answer?"),
+        ("--data.template={date = 2024-07-26}", "should be a table of texts, true or false, and numbers"),
+        ("--data.template={x = [1]}", "should be a table of texts, true or false, and numbers"),
+        ("--data.template={x = nan}", "data.template.x = nan should be a number"),
+        ('--data.template={x = "\\frac"}', "holds a form feed (U+000C) before 'rac'"),
+        ("--sampling.max_new_tokens=1e9", "sampling.max_new_tokens = 1000000000.0 should be a whole number"),
+        ("--sampling.max_new_tokens=1000000000", "sampling.max_new_tokens = 1000000000 should be from 1 to 1000000"),
+        ("--eval.samples=10000000000", "eval.samples = 10000000000 should be from 1 to 1000000"),
         ("lr=3", "argument 'lr=3' should read --section.key=value"),
         ("--lr=3", "argument '--lr=3' should read --section.key=value"),
     ],
@@ -76,6 +90,36 @@ def test_a_mistake_names_the_key_the_value_and_what_would_be_right(argument: str
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match=r"\.toml"):
         load_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [(".5", 0.5), ("+.5", 0.5), ("5.", 5.0), ("5.e-1", 0.5), (".5e1", 5.0), ("1_000", 1000.0), ("7", 7.0)],
+)
+def test_a_number_may_begin_or_end_with_its_point_on_the_command_line(text: str, number: float) -> None:
+    assert load_config(None, [f"--optim.lr={text}"]).optim.lr == number
+
+
+def test_so_may_the_numbers_of_a_list() -> None:
+    assert load_config(None, ["--optim.betas=[.9, 0.99]"]).optim.betas == (0.9, 0.99)
+
+
+@pytest.mark.parametrize("text", ["1.2.3", ".", "-", "..5", "1-2"])
+def test_what_only_looks_like_a_number_is_none(text: str) -> None:
+    with pytest.raises(UserError, match="should be a number"):
+        load_config(None, [f"--optim.lr={text}"])
+
+
+@pytest.mark.parametrize("text", [".5", "1.10", "007", "2024-01-01", "true", "1e-6"])
+def test_a_text_stays_what_was_written(text: str) -> None:
+    assert load_config(None, [f"--run.name={text}"]).run.name == text
+    assert load_config(None, [f'--run.name="{text}"']).run.name == text
+
+
+def test_variables_of_the_chat_template_may_be_texts_flags_and_numbers(tmp_path: Path) -> None:
+    config = load_config(None, ['--data.template={date_string = "26 Jul 2024", enable_thinking = false, depth = 3}'])
+    assert config.data.template == {"date_string": "26 Jul 2024", "enable_thinking": False, "depth": 3}
+    assert load_config(write(tmp_path, to_toml(config))) == config
 
 
 def test_help_names_every_key() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dph.config import LEAST_ALPHA
 from dph.divergences import GENERATORS, Divergence, make_divergence
 from dph.errors import UserError
 from dph.losses import penalty_loss, rehearsal_loss
@@ -68,7 +69,7 @@ def own_sample_gradient(divergence: Divergence, estimator: str) -> float:
     logits, ref = policies()
     logprobs = logits.log_softmax(0)[:, None]  # two rows of one token
     old, mask = logprobs.detach(), torch.ones(2, 1, dtype=torch.bool)
-    surrogate = penalty_loss(logprobs, old, ref[:, None], mask, divergence, estimator)
+    surrogate = penalty_loss(logprobs, old, ref[:, None], mask, divergence, estimator, 2.0)
     (gradient,) = torch.autograd.grad((old.exp() * surrogate).sum(), logits)
     return float(gradient[0])
 
@@ -84,7 +85,8 @@ def test_both_estimators_agree_over_a_random_vocabulary(name: str) -> None:
     logprobs, mask = logits.log_softmax(0)[:, None], torch.ones(7, 1, dtype=torch.bool)
     reference = (ref.exp()[:, None] * rehearsal_loss(logprobs, ref[:, None], mask, divergence)).sum()
     own = (
-        logprobs.detach().exp() * penalty_loss(logprobs, logprobs.detach(), ref[:, None], mask, divergence, "exact")
+        logprobs.detach().exp()
+        * penalty_loss(logprobs, logprobs.detach(), ref[:, None], mask, divergence, "exact", 2.0)
     ).sum()
     from_reference = torch.autograd.grad(reference, logits, retain_graph=True)[0]
     torch.testing.assert_close(torch.autograd.grad(own, logits)[0], from_reference)
@@ -202,3 +204,28 @@ def test_plain_and_standard_agree_on_all_samples_and_differ_on_correct_ones_alon
 def test_an_unknown_generator_is_named() -> None:
     with pytest.raises(UserError, match="'kl' should be none or one of forward_kl"):
         make_divergence("kl")
+
+
+@pytest.mark.parametrize("alpha", [LEAST_ALPHA, 0.5, 1 - 1e-4, 1 - 1e-8])
+def test_every_alpha_that_the_config_takes_is_exact_in_fp32(alpha: float) -> None:
+    size = torch.logspace(-2, math.log10(8), 1000, dtype=torch.float64)
+    log_u = torch.cat([-size, size]).float().requires_grad_()
+    exact = log_u.detach().double().requires_grad_()
+    value = make_divergence("alpha", alpha=alpha).f(log_u)
+    expected = make_divergence("alpha", alpha=alpha).f(exact)
+    (gradient,) = torch.autograd.grad(value.sum(), log_u)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), exact)
+    assert ((value - expected) / expected).abs().max() < 0.003
+    assert ((gradient - expected_gradient) / expected_gradient).abs().max() < 0.003
+
+
+def test_below_the_least_alpha_fp32_loses_its_digits() -> None:
+    """Why there is a bound: 2 % at 0.001, and nothing is left at 1e-8."""
+    log_u = torch.logspace(-2, 0.9, 1000)
+    exact = log_u.double()
+    worst = {}
+    for alpha in (1e-3, 1e-8):
+        divergence = make_divergence("alpha", alpha=alpha)
+        worst[alpha] = float((divergence.f(log_u) / divergence.f(exact) - 1).abs().max())
+    assert worst[1e-3] > 0.01
+    assert worst[1e-8] == pytest.approx(1.0)

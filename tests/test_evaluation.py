@@ -11,7 +11,7 @@ import torch
 from dph.answering import Policy
 from dph.config import load_config
 from dph.evaluation import evaluate, evaluate_model, interval, keep_explore, kl_to_base, pass_at_k, summarise
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.plots import plot_run, table
 from dph.prompts import tokenize
 from dph.sampler import SamplingSettings, sample

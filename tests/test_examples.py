@@ -8,7 +8,7 @@ import torch
 
 from dph.answering import Policy
 from dph.config import load_config
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.prompts import tokenize
 from dph.tokenizer import load_tokenizer
 from examples.own_loop import rehearse

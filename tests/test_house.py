@@ -5,8 +5,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
-    {"errors", "distributed"},
-    {"tokenizer", "divergences", "model"},
+    {"errors", "distributed", "text"},
+    {"chat_template", "token_settings", "divergences", "model"},
+    {"tokenizer", "model_folder"},
+    {"config_values"},
     {"config", "plain"},
     {"tasks", "losses", "rollouts", "checkpoint"},
     {"sampler", "scoring", "prompts", "miniature_base"},
@@ -48,7 +50,7 @@ def test_imports_run_downward() -> None:
             for name in imported(path):
                 assert level(name) < level(path.stem), f"{path.name} imports {name}"
     for path in (ROOT / "dph" / "tasks").glob("*.py"):
-        assert imported(path) <= {"errors", "config", "tasks"}, path.name
+        assert imported(path) <= {"errors", "text", "config", "tasks"}, path.name
 
 
 def test_the_study_uses_dph_and_never_the_reverse() -> None:

@@ -20,7 +20,7 @@ from dph.divergences import make_divergence
 from dph.errors import UserError
 from dph.inspect import Shown, card, inspect, limit, main, pieces, row
 from dph.losses import group_advantages
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.prompts import tokenize
 from dph.rollouts import Rollout, unpack
 from dph.tasks import load_task

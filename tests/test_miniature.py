@@ -12,7 +12,7 @@ import torch
 from dph.config import DataConfig
 from dph.errors import UserError
 from dph.miniature_base import Pair, Recipe, batches, build_base, collate, encode, train, write_tokenizer
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.tasks import load_task
 from dph.tasks.base import Prompt
 from dph.tasks.miniature import COUNTS, MiniatureTask, style_of, style_spread, write_databases

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from dph.errors import UserError
-from dph.model import SIZES, Decoder, KVCache, ModelConfig, load_model, rope_frequencies, save_model
+from dph.model import SIZES, Decoder, KVCache, ModelConfig, rope_frequencies
+from dph.model_folder import load_model, save_model
 from tests.helpers import initialize
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -433,7 +434,7 @@ def test_untied_without_a_head_is_an_error_never_random_weights(tmp_path: Path) 
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is .*bits"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config names .*bits"),
         ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*sliding_attention"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type .*longrope"),
@@ -455,6 +456,9 @@ def test_untied_without_a_head_is_an_error_never_random_weights(tmp_path: Path) 
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 must divide 4"),
         ({"head_dim": 7}, "head_dim 7 be even"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"hidden_size": 10**12}, "no size of a model is above 100,000,000"),
     ],
 )
 def test_what_is_not_supported_is_named(change: dict[str, Any], named: str) -> None:
@@ -475,7 +479,7 @@ def test_settings_that_change_nothing_are_not_refused() -> None:
     "key", [*SIZES, "rms_norm_eps", "model_type", "architectures", "head_dim", "rope_scaling", "layer_types"]
 )
 def test_nonsense_in_any_key_is_a_user_error(key: str) -> None:
-    for nonsense in (-1, "x", [1], {"a": {"b": 1}}):
+    for nonsense in (True, -1, "x", [1], {"a": {"b": 1}}):
         with pytest.raises(UserError, match=r"^config\.json: "):
             ModelConfig.from_dict({**SMALL, "model_type": "llama", key: nonsense})
 
@@ -520,13 +524,13 @@ def damage(folder: Path, how: str) -> None:
         ("config is a list", r"config\.json: holds a list"),
         ("unsupported config", r"/config\.json: model_type is 'gpt2'"),
         ("no weights", r"model\.safetensors: not readable"),
-        ("pickle", r"model\.safetensors: not readable \(weights must be safetensors\): No such file"),
+        ("pickle", r"instead of model\.safetensors it holds pytorch_model\.bin"),
         ("truncated", r"model\.safetensors: not readable"),
         ("missing key", r'Missing key.*: "model\.norm\.weight"\.$'),
         ("unknown key", r'Unexpected key.*: "extra\.weight"\.$'),
         ("wrong shape", r"model\.norm\.weight: .*\(\[31\]\) from checkpoint, .*\(\[32\]\)"),
         ("vocabulary", r"lm_head\.weight: .*\(\[64, 32\]\) from checkpoint, .*\(\[65, 32\]\)"),
-        ("NaN", r"model\.norm\.weight holds NaN"),
+        ("NaN", r"/model\.safetensors: model\.norm\.weight holds NaN"),
         ("infinite", r"model\.norm\.weight holds NaN or infinite"),
         ("missing shard", r"model-00002-of-\d+\.safetensors: not readable .*: No such file"),
         ("broken index", r"index\.json: not JSON"),

@@ -15,7 +15,7 @@ from dph.config import load_config
 from dph.divergences import make_divergence
 from dph.errors import UserError
 from dph.metrics import Meter
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.tasks.base import Reward
 from tests.test_presampling import make
 from tests.test_trainer import JS, comparable, rehearse, trainer, weights

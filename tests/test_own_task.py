@@ -11,7 +11,7 @@ import train
 from dph.cli import run_command
 from dph.config import DataConfig, load_config
 from dph.errors import DataError, UserError
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.prompts import tokenize
 from dph.tasks import Task, load_task
 from dph.tasks.base import read_rows

@@ -108,7 +108,9 @@ class Scene:
 
 
 def config_of(options: list[str], microbatch_tokens: int) -> Config:
-    more = ["loss.eta=0.5", "loss.alpha=0.3", "loss.skew=0.3", f"train.microbatch_tokens={microbatch_tokens}"]
+    more = ["loss.alpha=0.3", "loss.skew=0.3", f"train.microbatch_tokens={microbatch_tokens}"]
+    if any("divergence" in option for option in options):
+        more.append("loss.eta=0.5")
     return load_config(None, [f"--{option}" for option in (*options, *more)])
 
 

@@ -10,7 +10,7 @@ import dph.presampling
 from dph.answering import Policy
 from dph.config import Config, load_config
 from dph.errors import UserError
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.presampling import Partition, presample
 from dph.prompts import tokenize
 from dph.rollouts import collate

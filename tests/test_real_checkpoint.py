@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.rollouts import collate
 from dph.sampler import SamplingSettings, sample
 from dph.scoring import token_logprobs

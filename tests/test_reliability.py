@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,17 @@ import dph.evaluation
 import dph.losses
 import dph.objective
 from dph.answering import Policy
-from dph.checkpoint import append_rows, checkpoints, newest_checkpoint, open_run, read_log, write_text
+from dph.checkpoint import append_rows, chat_day, checkpoints, newest_checkpoint, open_run, read_log, write_text
+from dph.cli import load_policy
 from dph.config import load_config
 from dph.errors import DataError, UserError
 from dph.evaluation import evaluate_model
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.prompts import PromptSet, tokenize
 from dph.rollouts import Rollout
 from dph.tokenizer import load_tokenizer
 from tests.helpers import WordTask, tiny_folder
-from tests.test_trainer import JS, comparable, keep_gradients, rehearse, trainer, weights
+from tests.test_trainer import JS, comparable, keep_gradients, moments, rehearse, trainer, weights
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,6 +92,60 @@ def test_none_whole_is_an_error_not_a_silent_start(tmp_path: Path, straight: Pat
         flip(folder / "state.json")
     with pytest.raises(UserError, match="none of 3 is whole; delete the folder to train from step 0"):
         newest_checkpoint(run)
+
+
+BF16 = (*JS, "--train.save_dtype=bf16")
+
+
+def test_a_run_whose_checkpoints_are_in_bf16_goes_on_to_the_bit(tmp_path: Path) -> None:
+    unbroken = trainer(tmp_path / "a", *JS, "--train.steps=4")
+    unbroken.run()
+    trainer(tmp_path / "b", *BF16, "--train.steps=2").run()
+    resumed = trainer(tmp_path / "b", *BF16, "--train.steps=4")
+    resumed.run()
+    assert torch.equal(weights(unbroken), weights(resumed))
+    assert comparable(tmp_path / "a") == comparable(tmp_path / "b")
+    assert all(torch.equal(mine, other) for mine, other in zip(moments(unbroken), moments(resumed), strict=True))
+
+
+def test_a_checkpoint_in_bf16_is_the_fp32_model_rounded(tmp_path: Path) -> None:
+    made = trainer(tmp_path, *BF16, "--train.steps=2")
+    made.run()
+    folder = tmp_path / "run" / "checkpoints" / "step-2"
+    stored = load_file(folder / "model.safetensors")
+    for name, weight in made.policy.model.named_parameters():
+        assert stored[name].dtype == torch.bfloat16
+        assert torch.equal(stored[name], weight.detach().bfloat16())
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = load_model(folder)  # as evaluate.py does
+    assert next(loaded.parameters()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_other_tools_find_the_model_among_a_checkpoints_files(tmp_path: Path, dtype: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    made = trainer(tmp_path, *JS, "--train.steps=1", f"--train.save_dtype={dtype}")
+    made.run()
+    folder = tmp_path / "run" / "checkpoints" / "step-1"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    stored = load_file(folder / "model.safetensors")
+    assert all(torch.equal(theirs[name], stored[name]) for name in stored)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == dict.fromkeys(stored, "model.safetensors")
+
+
+def test_the_type_of_the_checkpoints_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
+    trainer(tmp_path / "a", *JS, "--train.steps=3", "--train.save_every=1").run()
+    for step, dtype in enumerate(("bf16", "fp32", "bf16"), start=1):
+        trainer(tmp_path / "b", *JS, f"--train.steps={step}", f"--train.save_dtype={dtype}").run()
+    last = [load_file(tmp_path / name / "run/checkpoints/step-3/trainer.safetensors") for name in ("a", "b")]
+    assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
+
+
+def test_a_checkpoint_in_bf16_without_its_fp32_weights_is_not_whole(tmp_path: Path) -> None:
+    trainer(tmp_path, *BF16, "--train.steps=2", "--train.save_every=1").run()
+    (tmp_path / "run" / "checkpoints" / "step-2" / "master_weights.safetensors").unlink()
+    assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step-1"
 
 
 def test_sums_are_those_of_sha256sum(straight: Path) -> None:
@@ -189,6 +245,36 @@ def test_a_second_process_on_a_run_is_told_so(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", again, f"--run.folder={tmp_path}"], cwd=ROOT, capture_output=True)
     assert b"another process is at work here" in done.stderr
+
+
+class Tomorrow(date):
+    @classmethod
+    def today(cls) -> date:
+        return date(2030, 1, 2)
+
+
+def test_the_day_of_chat_templates_stays_that_of_the_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_folder(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}")
+    made = load_config(None, [f"--run.folder={tmp_path}", f"--model.path={folder}"])
+    open_run(made)
+    message = [{"role": "user", "content": "list"}]
+    first = load_policy(str(folder), made, torch.device("cpu")).tokenizer.template.render(message)
+    monkeypatch.setattr(dph.checkpoint, "date", Tomorrow)
+    assert open_run(made) == tmp_path / "run"
+    again = load_policy(str(folder), made, torch.device("cpu")).tokenizer.template.render(message)
+    other = load_config(None, [f"--run.folder={tmp_path}", f"--model.path={folder}", "--run.name=other"])
+    new = load_policy(str(folder), other, torch.device("cpu")).tokenizer.template.render(message)
+    assert first == again == f"{date.today():%d %b %Y} list"
+    assert new == "02 Jan 2030 list"
+
+
+def test_a_day_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_day.txt").write_text("yesterday")
+    with pytest.raises(UserError, match=r"chat_day\.txt: should hold the day of the run's first start"):
+        chat_day(tmp_path)
 
 
 def test_a_mistake_mended_before_any_work_is_no_other_run(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dph.answering import acting
 from dph.cli import load_policy
 from dph.config import load_config
 from dph.miniature_base import Recipe, build_base
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.rollouts import collate
 from dph.sampler import SamplingSettings, sample
 from dph.scoring import token_logprobs

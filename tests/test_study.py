@@ -27,7 +27,8 @@ from dph.errors import UserError
 from dph.evaluation import evaluate, pass_at_k
 from dph.miniature_base import Recipe, encode, model_config, write_tokenizer
 from dph.miniature_base import train as train_base
-from dph.model import Decoder, load_model, save_model
+from dph.model import Decoder
+from dph.model_folder import load_model, save_model
 from dph.prompts import tokenize
 from dph.tasks.miniature import MiniatureTask, style_of, style_spread
 from dph.tokenizer import load_tokenizer

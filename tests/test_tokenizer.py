@@ -4,7 +4,7 @@ import io
 import json
 import os
 from collections.abc import Callable
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,204 @@ def test_decoding_is_not_undone_by_encoding(tmp_path: Path) -> None:
     assert tokenizer.decode([0, 1]).replace(" ", "") == "ab"
 
 
+# Tokens that other files add
+
+
+def entry(content: str, **flags: bool) -> dict[str, Any]:
+    return {"content": content, "special": False, "normalized": False, **flags}
+
+
+ADDED = "a <think>b</think>c<sep> d <mask>e Ġclips"  # with every token below in it
+MASK = {"__type": "AddedToken", "content": "<mask>", "special": True, "normalized": False, "lstrip": True}
+SETTINGS: dict[str, Callable[[int], dict[str, Any]]] = {  # files by name, the first free id is given
+    "special in the decoder": lambda free: {
+        "tokenizer_config.json": {"added_tokens_decoder": {str(free): entry("<sep>", special=True)}}
+    },
+    "text in the decoder": lambda free: {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {str(free + 1): entry("</think>"), str(free): entry("<think>")}
+        }
+    },
+    "that takes the blanks on its left": lambda free: {
+        "tokenizer_config.json": {"added_tokens_decoder": {str(free): entry("<mask>", lstrip=True)}}
+    },
+    "that takes the blanks on its right": lambda free: {
+        "tokenizer_config.json": {"added_tokens_decoder": {str(free): entry("<sep>", special=True, rstrip=True)}}
+    },
+    "in added_tokens.json": lambda free: {"added_tokens.json": {"<think>": free, "<sep>": free + 1}},
+    "special in added_tokens.json": lambda free: {
+        "added_tokens.json": {"<sep>": free},
+        "tokenizer_config.json": {"additional_special_tokens": ["<sep>"]},
+    },
+    "additional without an id": lambda free: {
+        "tokenizer_config.json": {
+            "additional_special_tokens": ["<sep>", {"__type": "AddedToken", **entry("<mask>", special=True)}]
+        }
+    },
+    "additional by a name of its own": lambda free: {
+        "tokenizer_config.json": {"extra_special_tokens": {"sep_of_mine": "<sep>"}}
+    },
+    "a begin token that only the config knows": lambda free: {"tokenizer_config.json": {"bos_token": "<sep>"}},
+    "an end token that the decoder does not call special": lambda free: {
+        "tokenizer_config.json": {
+            "eos_token": "<sep>",
+            "added_tokens_decoder": {str(free): entry("<sep>", lstrip=True)},
+        }
+    },
+    "one of the vocabulary": lambda free: {"tokenizer_config.json": {"additional_special_tokens": ["Ġclips"]}},
+}
+
+
+def with_settings(folder: Path, build: Callable[..., Path], files: dict[str, Any]) -> Path:
+    build(folder)
+    for name, content in files.items():
+        path = folder / name
+        write(path, (json.loads(path.read_text()) if path.exists() else {}) | content)
+    return folder
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+def test_a_token_that_only_the_settings_know_is_one_as_in_transformers(tmp_path: Path, how: str) -> None:
+    before = load_tokenizer(llama3(tmp_path))
+    tokenizer = load_tokenizer(with_settings(tmp_path, llama3, SETTINGS[how](before.vocab_size)))
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode(ADDED)
+    assert ids == oracle.encode(ADDED, add_special_tokens=False)
+    assert ids != before.encode(ADDED)
+    assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+    assert tokenizer.vocab_size == len(oracle)
+
+
+def test_what_all_files_say_alike_is_added_once(tmp_path: Path) -> None:
+    free = load_tokenizer(llama3(tmp_path)).vocab_size
+    decoder = {str(free): entry("<sep>", special=True), "1": entry("<|eot_id|>", special=True)}
+    files = {
+        "added_tokens.json": {"<sep>": free},
+        "tokenizer_config.json": {
+            "added_tokens_decoder": decoder,
+            "additional_special_tokens": ["<sep>", "<|eot_id|>"],
+        },
+    }
+    tokenizer = load_tokenizer(with_settings(tmp_path, llama3, files))
+    assert tokenizer.encode("<sep><|eot_id|>") == [free, 1]
+    assert tokenizer.vocab_size == free + 1
+
+
+@pytest.mark.parametrize("build", [llama2, llama3])
+def test_a_padding_token_that_nothing_writes_takes_no_place(tmp_path: Path, build: Callable[..., Path]) -> None:
+    free = load_tokenizer(build(tmp_path)).vocab_size
+    named = {"tokenizer_config.json": {"pad_token": "[PAD]", "unk_token": "[UNK]"}}
+    assert load_tokenizer(with_settings(tmp_path, build, named)).vocab_size == free
+
+
+def test_sentencepiece_takes_a_named_token_for_special_and_gives_a_new_one_the_next_id(tmp_path: Path) -> None:
+    free = load_tokenizer(llama2(tmp_path)).vocab_size
+    write(tmp_path / "tokenizer_config.json", {"eos_token": "<sep>", "unk_token": "<unk>"})
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.end_ids == (free,)
+    assert tokenizer.encode("a<sep><unk>") == [*tokenizer.encode("a"), free, 0]
+    assert tokenizer.decode([0, free]) == ""
+
+
+@pytest.mark.parametrize(
+    ("build", "given", "complaint"),
+    [
+        (llama3, {"<sep>": 1000}, r"'<sep>' has the id 1000 .* but 324 by tokenizer\.json"),
+        (llama3, {"<sep>": 5}, r"'<sep>' has the id 5 .* but 324"),
+        (llama3, {"<|eot_id|>": 324}, r"'<\|eot_id\|>' has the id 324 .* but 1 by"),
+        (llama2, {"</s>": 7}, r"'</s>' has the id 7 .* but 2 by tokenizer\.model"),
+        (llama3, {"<sep>": 324, "<x>": 324}, r"'<x>' and '<sep>' have the same id 324"),
+        (llama2, {"<sep>": -1}, r"added_tokens\.json: .*'<sep>' has the id -1; it should be a whole number"),
+        (llama2, {"<sep>": "340"}, r"has the id '340'; it should be a whole number"),
+        (llama2, {"<sep>": True}, r"has the id True; it should be a whole number"),
+        (llama2, {"": 340}, r"is ''; it should be a text"),
+    ],
+)
+def test_an_id_that_does_not_fit_is_an_error(
+    tmp_path: Path, build: Callable[..., Path], given: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(UserError, match=complaint) as caught:
+        load_tokenizer(with_settings(tmp_path, build, {"added_tokens.json": given}))
+    assert "\n" not in str(caught.value)
+
+
+ODD = [3, True, [1], {"id": 1}, {"content": 3}, {"content": ""}, {"content": "a", "lstrip": "no"}, "\ud83d"]
+
+
+@pytest.mark.parametrize("build", [llama2, llama3])
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_a_token_of_another_type_is_named(tmp_path: Path, build: Callable[..., Path], odd: Any) -> None:
+    spelled = [
+        ({"eos_token": odd}, "eos_token"),
+        ({"pad_token": odd}, "pad_token"),
+        ({"additional_special_tokens": [odd]}, r"additional_special_tokens\[0\]"),
+        ({"added_tokens_decoder": {"340": odd}}, r"added_tokens_decoder\['340'\]"),
+    ]
+    for settings, named in spelled:
+        build(tmp_path)
+        write(tmp_path / "tokenizer_config.json", settings)
+        with pytest.raises(UserError, match=named) as caught:
+            load_tokenizer(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "odd", [3, "x", [1], {"x": entry("<sep>")}, {"-1": entry("<sep>")}, {"9" * 20: entry("<sep>")}]
+)
+def test_an_odd_added_tokens_decoder_is_named(tmp_path: Path, odd: Any) -> None:
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: added_tokens_decoder"):
+        load_tokenizer(llama3(tmp_path, added_tokens_decoder=odd))
+
+
+def test_additional_tokens_that_are_no_list_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="additional_special_tokens is '<sep>'; it should be a list"):
+        load_tokenizer(llama3(tmp_path, additional_special_tokens="<sep>"))
+
+
+def test_sentencepiece_strips_the_blanks_that_an_added_token_takes(tmp_path: Path) -> None:
+    size = load_tokenizer(llama2(tmp_path)).vocab_size
+    decoder = {str(size): entry("<l>", lstrip=True), str(size + 1): entry("<r>", rstrip=True)}
+    write(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": decoder, "eos_token": "</s>"})
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a  <l> b") == [*tokenizer.encode("a"), size, *tokenizer.encode(" b")]
+    assert tokenizer.encode("a <r> \n b") == [*tokenizer.encode("a "), size + 1, *tokenizer.encode("b")]
+
+
+# What is graded
+
+
+def special(folder: Path, build: Callable[..., Path]) -> tuple[Tokenizer, int]:
+    """A tokenizer with the special token <sep>, and a token that is no special one, <think>."""
+    free = load_tokenizer(build(folder)).vocab_size
+    decoder = {str(free): entry("<sep>", special=True), str(free + 1): entry("<think>")}
+    end = "</s>" if build is llama2 else "<|eot_id|>"
+    files = {"tokenizer_config.json": {"added_tokens_decoder": decoder, "eos_token": end}}
+    return load_tokenizer(with_settings(folder, build, files)), free
+
+
+@pytest.mark.parametrize("build", [llama2, llama3])
+def test_an_answer_is_its_text_before_the_first_special_token(tmp_path: Path, build: Callable[..., Path]) -> None:
+    tokenizer, sep = special(tmp_path, build)
+    (end,) = tokenizer.end_ids
+    one, two = tokenizer.encode("\\boxed{1"), tokenizer.encode("2}")
+    assert tokenizer.answer_text([*one, *two, end]) == tokenizer.decode([*one, *two])
+    assert tokenizer.answer_text([*one, sep, *two, end]) == "\\boxed{1"
+    assert tokenizer.answer_text([*one, tokenizer.vocab_size + 3, *two, end]) == "\\boxed{1"
+    assert tokenizer.answer_text([end]) == tokenizer.answer_text([sep, *one]) == tokenizer.answer_text([]) == ""
+
+
+@pytest.mark.parametrize("build", [llama2, llama3])
+def test_a_further_turn_is_not_what_is_graded(tmp_path: Path, build: Callable[..., Path]) -> None:
+    tokenizer, _ = special(tmp_path, build)
+    assert tokenizer.answer_text(tokenizer.encode("It is 5.<sep>user It is not.<sep>It is 7.")) == "It is 5."
+
+
+@pytest.mark.parametrize("build", [llama2, llama3])
+def test_an_added_token_that_is_not_special_is_text(tmp_path: Path, build: Callable[..., Path]) -> None:
+    tokenizer, _ = special(tmp_path, build)
+    assert tokenizer.answer_text(tokenizer.encode("a<think>b")) == "a<think>b"
+
+
 # Begin and end
 
 
@@ -281,7 +479,7 @@ def test_the_end_token_may_be_spelled_as_an_object_or_in_the_special_tokens_map(
     assert load_tokenizer(folder).end_ids == (1,)
 
 
-@pytest.mark.parametrize("ends", [None, [], "</s>", [1, None, "2"]])
+@pytest.mark.parametrize("ends", [None, [], "</s>", [1, None, "2"], True, -1, [[1]], {"a": 1}, 1.0])
 def test_no_end_token_is_an_error(tmp_path: Path, ends: Any) -> None:
     folder = llama3(tmp_path, eos_token=None)
     write(folder / "generation_config.json", {"eos_token_id": ends})
@@ -343,8 +541,118 @@ def test_a_broken_template_names_its_file(tmp_path: Path) -> None:
         load_tokenizer(llama3(tmp_path, chat_template="{% if %}"))
     with pytest.raises(UserError, match=r"chat_template\.jinja: broken chat template"):
         rendered(tmp_path, "{{ unclosed")
-    with pytest.raises(UserError, match=r"chat_template\.jinja: .* unknown tag 'generation'"):
-        rendered(tmp_path, "{% generation %}hi{% endgeneration %}")
+    with pytest.raises(UserError, match=r"chat_template\.jinja: .* unknown tag 'include_all'"):
+        rendered(tmp_path, "{% include_all %}")
+
+
+@pytest.mark.parametrize("content", ["", " \n", b"\xff\xfe{{ messages }}"])
+def test_a_template_that_is_empty_or_no_utf8_is_named(tmp_path: Path, content: str | bytes) -> None:
+    path = llama3(tmp_path) / "chat_template.jinja"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=r"chat_template\.jinja: (the chat template is empty|is not UTF-8 at byte 1)"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("source", [3, True, {"default": "x"}, [], ["x"], [{"name": "default"}], [{"name": 3}]])
+def test_a_template_of_another_type_is_named(tmp_path: Path, source: Any) -> None:
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: broken chat template"):
+        load_tokenizer(llama3(tmp_path, chat_template=source))
+
+
+def test_a_template_that_writes_nothing_is_an_error_before_any_sampling(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a chat of roles \['user'\] comes to no token"):
+        rendered(tmp_path, "{% if messages[0].role == 'tool' %}x{% endif %}")
+
+
+def test_marks_of_the_assistants_words_leave_its_text(tmp_path: Path) -> None:
+    template = (
+        "{% set x = 'out' %}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% generation %}{% set x = 'in' %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}{{ x }}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(llama3(tmp_path))
+    assert tokenizer.decode(tokenizer.chat(CHATS[1])) == "It is 56.It is 56.out"
+    assert tokenizer.chat(CHATS[1]) == theirs(tmp_path, CHATS[1])
+
+
+# Variables and the day
+
+LLAMA32_DAY = (
+    "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "Today: {{ date_string }}{% if enable_thinking is defined and not enable_thinking %} at once{% endif %}"
+)
+
+
+def test_the_day_is_the_one_that_is_given_at_any_hour(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y, %H:%M') }}")
+    tokenizer = load_tokenizer(llama3(tmp_path), today=date(2024, 7, 26))
+    assert tokenizer.decode(tokenizer.chat(CHATS[0])) == "26 Jul 2024, 00:00"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "Today: 26 Jul 2024"),
+        ({"date_string": "never"}, "Today: never"),
+        ({"enable_thinking": False}, "Today: 26 Jul 2024 at once"),
+        ({"enable_thinking": True, "date_string": 3}, "Today: 3"),
+    ],
+)
+def test_variables_reach_the_template_as_with_transformers(
+    tmp_path: Path, variables: dict[str, Any], expected: str
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text(LLAMA32_DAY)
+    tokenizer = load_tokenizer(llama3(tmp_path), variables, date(2024, 7, 26))
+    assert tokenizer.decode(tokenizer.chat(CHATS[0])) == expected
+    if "date_string" in variables:
+        oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert tokenizer.chat(CHATS[0]) == oracle.apply_chat_template(CHATS[0], return_dict=False, **variables)
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "messages", "add_generation_prompt", "bos_token"])
+def test_a_variable_that_the_template_does_not_leave_open_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(LLAMA32_DAY + "{{ bos_token }}{{ messages }}")
+    with pytest.raises(UserError, match=f"sets '{name}', but .* reads date_string, enable_thinking$"):
+        load_tokenizer(llama3(tmp_path), {name: "x"})
+
+
+def test_variables_without_a_template_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.template sets 'x', but .* has no chat template"):
+        load_tokenizer(llama3(tmp_path, chat_template=None), {"x": 1})
+
+
+# Positions
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"max_position_embeddings": "2048"}, None),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "linear", "factor": 4}}, 8192),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+    ],
+)
+def test_the_positions_are_those_that_rope_is_stretched_to(
+    tmp_path: Path, config: dict[str, Any], positions: int | None
+) -> None:
+    write(llama3(tmp_path) / "config.json", config)
+    assert load_tokenizer(tmp_path).model_max_length == positions
 
 
 # Files
@@ -385,6 +693,22 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, complai
     with pytest.raises(UserError, match=complaint) as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_post_processor_that_the_library_panics_on_is_named(tmp_path: Path) -> None:
+    path = llama3(tmp_path) / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["post_processor"]["special_tokens"] = {}
+    write(path, data)
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_without_its_tokenizer_says_how_to_make_it(tmp_path: Path) -> None:
+    write(tmp_path / "vocab.json", {"a": 0})
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(UserError, match=r"holds vocab\.json but no tokenizer\.json; .*save_pretrained"):
+        load_tokenizer(tmp_path)
 
 
 def test_an_absent_folder_or_tokenizer_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dph.config import Config, load_config
 from dph.divergences import GENERATORS
 from dph.errors import UserError
 from dph.metrics import Meter
-from dph.model import load_model
+from dph.model_folder import load_model
 from dph.presampling import Partition
 from dph.prompts import PromptSet, tokenize
 from dph.rollouts import Rollout

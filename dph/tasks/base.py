@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dph.errors import DataError, UserError
+from dph.text import damage, no_unicode
 
 Outcome = Literal["right", "wrong", "no_answer", "timeout", "grader_error", "data_error"]
 
@@ -167,12 +168,21 @@ class Row:
         """A DataError that names this row."""
         return DataError(self.path, self.line, message)
 
-    def text(self, field: str, blank: bool = False) -> str:
-        """The field, which must be there and hold a text, not a blank one unless `blank`."""
+    def text(self, field: str) -> str:
+        """The field, which must be there and hold a text that is neither blank nor damaged."""
         value = self.values.get(field)
-        if not isinstance(value, str) or not (blank or value.strip()):
+        if not isinstance(value, str) or not value.strip():
             raise self.error(f"{field} = {_shown(self.values, field)} should be a text")
-        return self.unicode(field, value)
+        return self.undamaged(field, value)
+
+    def response(self) -> str:
+        """The field `response`, which may hold whatever a model has written, nothing included."""
+        value = self.values.get("response")
+        if not isinstance(value, str):
+            raise self.error(f"response = {_shown(self.values, 'response')} should be a text")
+        if (wrong := no_unicode(value)) is not None:
+            raise self.error(f"response {wrong}")
+        return value
 
     def integer(self, field: str) -> int:
         """The field, which must be there and hold a whole number."""
@@ -181,12 +191,10 @@ class Row:
             raise self.error(f"{field} = {_shown(self.values, field)} should be a whole number")
         return value
 
-    def unicode(self, field: str, value: str) -> str:
-        """`value`, which must hold no half of a surrogate pair: no tokenizer takes one."""
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise self.error(f"{field} holds half a surrogate pair; it is no valid text") from None
+    def undamaged(self, field: str, value: str) -> str:
+        """`value`, which must have kept its backslashes and be valid Unicode (dph/text.py)."""
+        if (found := damage(value)) is not None:
+            raise self.error(f"{field} {found}")
         return value
 
 
@@ -255,7 +263,7 @@ def chat_messages(row: Row, field: str, system: str) -> tuple[dict[str, str], ..
             raise row.error(
                 f"{field}[{number}] should be {{role, content}} with role system, user or assistant and a text"
             )
-        messages.append({"role": role, "content": row.unicode(f"{field}[{number}].content", content)})
+        messages.append({"role": role, "content": row.undamaged(f"{field}[{number}].content", content)})
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return tuple(messages)

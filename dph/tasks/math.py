@@ -194,7 +194,7 @@ def _gold(row: Row, field: str, value: Any) -> str:
         raise row.error(f"{field} = {value!r} should be a text or a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise row.error(f"{field} = {value!r} should be a finite number")
-    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    text = str(int(value)) if isinstance(value, float) and value.is_integer() else row.undamaged(field, str(value))
     hashes, text = text.rpartition("####")[1:]
     if (boxed := last_box(text)) is not None:
         text = boxed
@@ -202,4 +202,4 @@ def _gold(row: Row, field: str, value: Any) -> str:
         raise row.error("solution holds no \\boxed answer, and there is no field answer")
     if not plain(text):  # nothing, as would be an answer of nothing
         raise row.error(f"{field} = {value!r} holds no answer")
-    return row.unicode(field, text.strip())
+    return text.strip()

@@ -52,7 +52,7 @@ def regrade(
     groups: defaultdict[Origin, list[Row]] = defaultdict(list)
     origins: list[Origin] = []
     for row in read_rows(path):
-        row.text("response", blank=True)
+        row.response()
         origins.append((f"{task}:{path}", seed) if task else _origin(row, seed, data))
         groups[origins[-1]].append(row)
     entries: list[Entry] = []
