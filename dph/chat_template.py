@@ -88,13 +88,13 @@ def read_chat_template(
     folder: Path, named: Any, tokens: Mapping[str, str], variables: Mapping[str, Any], today: date
 ) -> ChatTemplate | None:
     """The template of a model folder: chat_template.jinja, else what tokenizer_config.json names; None without one."""
-    own = folder / "chat_template.jinja"
-    if own.is_file():
+    file = folder / "chat_template.jinja"
+    if file.is_file():
         try:
-            source = own.read_text(encoding="utf-8")
+            source = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"{own}: is not UTF-8 at byte {error.start + 1}") from None
-        return ChatTemplate(source, own, tokens, variables, today)
+            raise UserError(f"{file}: is not UTF-8 at byte {error.start + 1}") from None
+        return ChatTemplate(source, file, tokens, variables, today)
     if named is not None:
         return ChatTemplate(named, folder / "tokenizer_config.json", tokens, variables, today)
     if variables:

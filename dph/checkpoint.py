@@ -256,11 +256,12 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> State
         saved = load_model(folder, next(model.parameters()).dtype).state_dict()
     for name, weight in model.named_parameters():
         weight.copy_(saved[name])
-    moments, own = load_file(folder / "trainer.safetensors"), {p for g in optimizer.param_groups for p in g["params"]}
+    moments = load_file(folder / "trainer.safetensors")
+    updated_here = {weight for group in optimizer.param_groups for weight in group["params"]}
     for name, weight in model.named_parameters():
         prefix = f"{name}:"
         kept = {key.removeprefix(prefix): x for key, x in moments.items() if key.startswith(prefix)}
-        if kept and weight in own:
+        if kept and weight in updated_here:
             optimizer.state[weight] = {  # the count of steps as it is, moments laid out in memory as the weight is
                 k: torch.empty_like(weight).copy_(x) if x.ndim else x.to(weight.device) for k, x in kept.items()
             }

@@ -144,7 +144,11 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Layout(NamedTuple):
-    """N tokens as the nodes of a tree: texts that begin alike share what they have in common, and nothing is padded."""
+    """N tokens as the nodes of a tree: texts that begin alike share what they have in common, and nothing is padded.
+
+    Everything but attention works on single tokens, so it runs on the N nodes. Attention needs whole texts: `attend`
+    spreads the nodes out to rows, and collects each node's result from one of the rows that it stands in.
+    """
 
     positions: Tensor  # (N,) of each token in its texts
     rows: Tensor  # (R, L) the tokens of each text from its start, for attention; 0 where padded on the right
@@ -152,8 +156,13 @@ class Layout(NamedTuple):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (N, heads, head_dim), k and v (N, kv_heads, head_dim) -> (N, heads, head_dim)."""
-        rows = F.embedding(self.rows, torch.cat((q, k, v), 1).flatten(1)).unflatten(2, (-1, q.shape[2]))  # type: ignore
+        # F.embedding is indexing by `rows` whose backward pass sums a node's gradients from all its rows at once;
+        # q, k and v go through it side by side, as one row of numbers a node.
+        side_by_side = torch.cat((q, k, v), 1).flatten(1)  # (N, (heads + 2 kv_heads) head_dim)
+        rows = F.embedding(self.rows, side_by_side).unflatten(2, (-1, q.shape[2]))  # type: ignore[no-untyped-call]
         out = causal(*rows.split((q.shape[1], k.shape[1], v.shape[1]), 2))  # (R, L, heads, head_dim)
+        # A node stands in several rows with the same past, so with the same result: one of them is enough. Padding on
+        # the right is seen by nobody, since attention is causal.
         return F.embedding(self.cells, out.flatten(2).flatten(0, 1)).view_as(q)
 
 

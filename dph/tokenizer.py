@@ -216,8 +216,8 @@ class _SentencePiece:
         except (RuntimeError, OSError) as error:
             raise UserError(f"{path}: not a sentencepiece model: {error}") from None
         pieces = {self.inner.id_to_piece(i): i for i in range(len(self.inner))}
-        own = {"bos_token": self.inner.bos_id(), "eos_token": self.inner.eos_id()}
-        self.names = {name: self.inner.id_to_piece(i) for name, i in own.items() if i >= 0}
+        named = {"bos_token": self.inner.bos_id(), "eos_token": self.inner.eos_id()}
+        self.names = {name: self.inner.id_to_piece(i) for name, i in named.items() if i >= 0}
         self.names |= {name: token.content for name, token in settings.named.items()}
         self.around = [self.inner.bos_id()]  # what Llama's puts around a text
         self.added = {piece: i for piece, i in pieces.items() if self.inner.is_control(i)}

@@ -223,7 +223,8 @@ def _question(row: Row, data: "DataConfig", database: str, schemas: dict[str, st
         return chat_messages(row, prompt, data.system)
     if database not in schemas:
         schemas[database] = schema(database)
-    hint = f"\nHint: {evidence}" if isinstance(evidence := row.values.get("evidence"), str) and evidence else ""
+    evidence = row.values.get("evidence")
+    hint = f"\nHint: {row.undamaged('evidence', evidence)}" if isinstance(evidence, str) and evidence else ""
     question = f"Database schema (SQLite):\n{schemas[database]}\n\nQuestion: {row.text(prompt)}{hint}"
     return chat(question, data.system, data.instruction or INSTRUCTION)
 
