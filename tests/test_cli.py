@@ -2,8 +2,10 @@
 
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import evaluate
 import presample
 import train
 from dph.cli import config_argument, run_command
+from dph.objective import Objective
 from tests.helpers import SMALL_RUN, tiny_folder
 
 COMMANDS = {"train": train, "presample": presample, "evaluate": evaluate}
@@ -179,6 +182,20 @@ def test_recorded_rollouts_are_replayed_without_sampling(call: Call, config: Pat
     assert sums[0] == sums[1]
     rows = [json.loads(line) for line in (tmp_path / "runs/again/metrics.jsonl").read_text().splitlines()]
     assert not any("seconds/sample_and_grade" in row for row in rows)
+
+
+def test_three_calls_lead_from_train_to_the_loss(call: Call, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks: list[list[str]] = []
+    loss = Objective.loss
+
+    def noted(self: Objective, *arguments: Any) -> torch.Tensor:
+        names = [frame.name for frame in traceback.extract_stack()]
+        stacks.append(names[-1 - names[::-1].index("main") :])
+        return loss(self, *arguments)
+
+    monkeypatch.setattr(Objective, "loss", noted)
+    assert call("train", config, "--loss.entropy=0.01")[0] == 0  # so that every rollout is trained on
+    assert {tuple(names) for names in stacks} == {("main", "run", "train_step", "noted")}, "noted is Objective.loss"
 
 
 def test_memory_that_a_cpu_does_not_have_is_one_line(
