@@ -88,7 +88,8 @@ def main() -> None:
     print("| K | bytes a token | variance, forward_kl | variance, js |\n| --- | --- | --- | --- |")
     print("| one sample | 4 | 1 | 1 |")
     for width in map(str, WIDTHS):
-        print(f"| {width} | {8 * int(width)} | {report['forward_kl'][width]:.3f} | {report['js'][width]:.3f} |")
+        size = 8 * int(width) + 8  # K tokens and their log-probabilities, the rest's and the answer's own
+        print(f"| {width} | {size} | {report['forward_kl'][width]:.3f} | {report['js'][width]:.3f} |")
     (out / "gradient_variance.json").write_text(json.dumps(report, indent=1) + "\n")
     figure, panel = plt.subplots(figsize=(5, 3.4), layout="constrained")
     for name, values in report.items():

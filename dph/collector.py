@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -64,7 +65,7 @@ class Collector:
         """
         file = Path("rollouts") / f"step-{state.step + 1}.safetensors"
         if self.recorded is not None:
-            experience = self._read_recorded(self.recorded / file)
+            experience = self._read_recorded(self.recorded / file, stored)
             _add_entropy(experience.rollouts, meter)
             if self.reference is not None:
                 self._score_reference(experience)
@@ -75,7 +76,7 @@ class Collector:
                 except UserError as error:
                     raise UserError(f"step {state.step + 1}: {error}") from None
             with meter.seconds("score"):
-                self._score_old(experience.rollouts, state, meter)
+                self._score_old([*experience.rollouts, *experience.pef_rollouts], state, meter)
                 self._score_reference(experience)
         if self.config.train.record_rollouts:
             self._record(experience, self.config.run_folder / file)
@@ -168,21 +169,33 @@ class Collector:
 
     def _record(self, experience: Experience, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
-        tensors: dict[str, Tensor] = {}
+        tensors = {"group_size": torch.tensor(self.config.train.responses_per_prompt)}
         for name in ("rollouts", "pef_rollouts"):
             for key, tensor in pack(getattr(experience, name)).items():
                 tensors[f"{name}.{key}"] = tensor
         write_tensors(path, tensors)
 
-    def _read_recorded(self, path: Path) -> Experience:
-        """A recorded step; its log-probabilities are pi_old's. UserError where it is missing."""
+    def _read_recorded(self, path: Path, stored: Sequence[Rollout]) -> Experience:
+        """A recorded step; its log-probabilities are pi_old's. UserError where it is missing or of another shape."""
         if not path.exists():
             raise UserError(f"{path}: no recorded rollouts; record them with --train.record_rollouts=true")
         found: dict[str, dict[str, Tensor]] = {"rollouts": {}, "pef_rollouts": {}}
-        for name, tensor in load_file(path).items():
+        tensors = load_file(path)
+        recorded_size, size = int(tensors.pop("group_size")), self.config.train.responses_per_prompt
+        if recorded_size != size:
+            raise UserError(f"{path}: groups are of {recorded_size} answers, not train.responses_per_prompt = {size}")
+        for name, tensor in tensors.items():
             kind, _, key = name.partition(".")
             found[kind][key] = tensor
-        return Experience(unpack(found["rollouts"]), unpack(found["pef_rollouts"]))
+        experience = Experience(unpack(found["rollouts"]), unpack(found["pef_rollouts"]))
+        explored = {rollout.prompt for rollout in experience.rollouts}
+        if explored - {prompt.index for prompt in self.explored}:
+            raise UserError(f"{path}: explores prompts that are not in D_exp here; train.explore = 'all' takes them")
+        if self.config.loss.answers_pef_prompts:
+            answered = [rollout.prompt for rollout in experience.pef_rollouts]
+            if answered != [rollout.prompt for rollout in stored]:
+                raise UserError(f"{path}: holds no answers to the rehearsed prompts, which loss.samples = 'both' needs")
+        return experience
 
 
 def _add_entropy(rollouts: Sequence[Rollout], meter: Meter) -> None:

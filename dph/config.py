@@ -81,7 +81,7 @@ class PresampleConfig:
 
     responses: int = key(8, "k, answers of pi_ref to each training prompt", low=1, high=MANY)
     threshold: int = key(8, "near-perfect from this many correct answers of k", low=1)
-    confirm: bool = key(True, "one more sample must be correct too; false keeps the k samples' correct answers")
+    confirm: bool = key(True, "one more sample must be correct too; false rehearses correct ones of the k samples")
     rehearsal_responses: int = key(1, "answers drawn for rehearsal of each near-perfect prompt", low=1, high=MANY)
     top_p: float = key(1.0, "nucleus used here alone", low=0.01, high=1.0)
     stored_top_k: int = key(0, "pi_ref's likeliest tokens stored at each position (E10); 0 stores none", low=0)

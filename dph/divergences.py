@@ -3,12 +3,15 @@
     u = pi_theta(token) / pi_ref(token),   l = log u        per token, always this way up in the whole project
     D_f(pi_theta || pi_ref) = E_{pi_ref}[ f(u) ],           f convex, f(1) = 0
 
-Every generator is in standard form, f'(1) = 0, so f >= 0 with its minimum at u = 1. Each function returns the pair
-(f(u), f'(u)) computed from l alone, never log(exp(.)). Two estimators of one gradient use them (E2): autograd through
-f(u) on samples of pi_ref, whose weight on grad log pi_theta is u f'(u); or stopgrad(f'(u)) log pi_theta on own samples.
+Every generator is in standard form, f'(1) = 0, so f >= 0 with its minimum at u = 1; forward_kl also comes in a plain
+form, which is not. Each function returns the pair (f(u), f'(u)), computed from l alone, never log(exp(.)).
+
+Two estimators of one gradient use them (E2): autograd through f(u) on samples of pi_ref, whose weight on
+grad log pi_theta is u f'(u); or stopgrad(f'(u)) log pi_theta on own samples.
 
 Against the paper and its released code: the code's JS generator is twice the Jensen-Shannon divergence; ours is the
-divergence itself, so a coefficient of 0.2 there is eta = 0.4 here.
+divergence itself, so a coefficient of 0.2 there is 0.4 in this scale (and about 0.05 as eta, since its two terms share
+one denominator: docs/equations.md, "How to carry an eta over").
 
 To add a divergence, write one function with @generator: configs, tests and plots find it by its name.
 """
@@ -21,7 +24,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dph.errors import UserError
@@ -60,9 +62,9 @@ def reverse_kl(log_u: Tensor) -> Pair:
 @generator("js")
 def js(log_u: Tensor) -> Pair:
     """f(u) = 1/2 [u log(2u / (1+u)) + log(2 / (1+u))]: Jensen-Shannon, in [0, log 2]; DPH-JS."""
-    log_theta_over_m = math.log(2) - F.softplus(-log_u)  # m = (pi_theta + pi_ref) / 2
-    log_ref_over_m = math.log(2) - F.softplus(log_u)
-    return 0.5 * (torch.exp(log_u) * log_theta_over_m + log_ref_over_m), 0.5 * log_theta_over_m
+    log_m_over_ref = torch.log1p(0.5 * torch.expm1(log_u))  # m = (pi_theta + pi_ref) / 2; keeps its digits near u = 1
+    log_theta_over_m = log_u - log_m_over_ref
+    return 0.5 * (torch.exp(log_u) * log_theta_over_m - log_m_over_ref), 0.5 * log_theta_over_m
 
 
 @generator("alpha")
@@ -104,7 +106,7 @@ def total_variation(log_u: Tensor) -> Pair:
 
 @generator("skew_js")
 def skew_js(log_u: Tensor, skew: float) -> Pair:
-    """w KL(pi_theta || m) + (1-w) KL(pi_ref || m) with m = w pi_theta + (1-w) pi_ref; w = 1/2 is js."""
+    """f(u) = w u log(u/m) - (1-w) log m, m = w u + 1-w: w KL(pi_theta || m) + (1-w) KL(pi_ref || m); w = 1/2 is js."""
     log_m_over_ref = torch.log1p(skew * torch.expm1(log_u))
     log_theta_over_m = log_u - log_m_over_ref
     return skew * torch.exp(log_u) * log_theta_over_m - (1 - skew) * log_m_over_ref, skew * log_theta_over_m
@@ -115,7 +117,7 @@ class Divergence:
     """A generator with its settings bound; made by `make_divergence`.
 
     Where e^l would overflow the value and its gradient stay those of the limit (the pull is never cut to zero);
-    `saturated` says where that happens.
+    `saturated` says where that happens to f; f' alone also stops growing at log u = -80, for all generators alike.
     """
 
     name: str

@@ -93,7 +93,7 @@ def evaluate(
                 if temperature:
                     drawn[got.rollout.prompt].append(got)
                 else:
-                    best[got.rollout.prompt] = got.reward.value
+                    best[got.rollout.prompt] = float(got.reward.value == 1)
     problems = [_problem(index, answers) for index, answers in drawn.items()]
     if greedy:
         problems = [{**problem, "greedy": best[problem["prompt"]]} for problem in problems]

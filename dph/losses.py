@@ -81,7 +81,8 @@ def rehearsal_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, diverge
 
     u is each token's, as in the released code. The paper's notation has whole answers; for the forward KL the sum over
     tokens is the answers' divergence (chain rule), for the others it is not. The u of a whole answer, a product of
-    hundreds of ratios, is not offered: on one answer of 300 tokens with log u = .59 each, the gradient is 1e34.
+    hundreds of ratios, is not offered: under js, on one answer of 300 tokens with log u = .59 each, the gradient is
+    1e76, and 1e34 with the value saturated.
 
     Args:
         logprobs, ref_logprobs (stored before training), mask: (B, T).
@@ -132,8 +133,9 @@ def importance_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cap
     """min(rho, cap), without gradient: truncated importance sampling (Ionides 2008).
 
     Own samples are drawn from pi_old. From the second optimizer step on the same rollouts pi_theta is another policy,
-    and a mean over them estimates the wrong expectation, by a factor rho per token, which this puts back. The cap
-    bounds the variance; it biases the mean only where rho exceeds it.
+    and a mean over them estimates the wrong expectation, by a factor rho per token, which this puts back at the states
+    that were visited (which states those are is still pi_old's doing). The cap bounds the variance; it biases the mean
+    only where rho exceeds it.
 
     Args:
         logprobs, old_logprobs, mask: (B, T).

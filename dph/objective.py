@@ -72,7 +72,9 @@ class Objective:
         assert self.divergence is not None
         settings, ref_logprobs, mask = self.settings, batch.ref_logprobs, batch.mask
         found = losses.own_sample_divergence(scores.logprobs, ref_logprobs, mask, self.divergence)
-        meter.add_tokens(mask, divergence=found)
+        found = found * losses.importance_weights(scores.logprobs, batch.logprobs, mask, settings.ratio_cap)
+        saturated = self.divergence.saturated(scores.logprobs - ref_logprobs)
+        meter.add_tokens(mask, divergence=found, saturated_fraction=saturated)
         values = losses.penalty_loss(
             scores.logprobs,
             batch.logprobs,
@@ -96,6 +98,7 @@ class Objective:
                 scores.top, scores.rest, batch.top_logprobs, batch.top_rest, mask, self.divergence
             )
             saturated = self.divergence.saturated(scores.top - batch.top_logprobs).any(-1)
+            saturated = saturated | self.divergence.saturated(scores.rest - batch.top_rest)
         else:
             values = losses.rehearsal_loss(scores.logprobs, ref_logprobs, mask, self.divergence)
             measured = losses.rehearsal_loss(scores.logprobs, ref_logprobs, mask, self.standard)

@@ -1,8 +1,9 @@
 """DPH-RL end to end with nothing clever in it. Read this first.
 
-One prompt at a time, one answer at a time, the whole softmax, a loop over tokens. All else in dph/ computes the same
-faster and on real models; tests/test_plain.py holds it to this file, loss and gradient. The numbers E1 to E8 are those
-of docs/equations.md. Answers are lists of token ids, the end token included: stopping is an action.
+One prompt at a time, one answer at a time, the whole softmax, a loop over tokens. dph/objective.py computes the same
+faster and on real models; tests/test_plain.py holds it to this file, loss and gradient. Not here: stored distributions
+(E10), the dual clip, other aggregations than the mean over tokens. The numbers E1 to E8 are those of docs/equations.md.
+Answers are lists of token ids, the end token included: stopping is an action.
 
     python -m examples.toy     trains a tiny model with it, GRPO against DPH-F, within a minute on a CPU
 """
@@ -19,6 +20,7 @@ from dph.model import Decoder
 # E1. A divergence is D_f(pi_theta || pi_ref) = E_{pi_ref}[f(u)], with u = pi_theta / pi_ref, per token.
 GENERATORS: dict[str, Callable[[Tensor, float], Tensor]] = {  # f(u), and the setting that alpha and skew_js take
     "forward_kl": lambda u, _: u - 1 - u.log(),  # DPH-F
+    "plain_forward_kl": lambda u, _: -u.log(),  # replay: supervised learning on the stored answers
     "reverse_kl": lambda u, _: u * u.log() - u + 1,
     "js": lambda u, _: 0.5 * (u * (2 * u / (1 + u)).log() + (2 / (1 + u)).log()),  # DPH-JS
     "alpha": lambda u, a: (u ** (1 - a) - (1 - a) * u - a) / (a * (a - 1)),

@@ -6,7 +6,8 @@ the correct ones of `rehearsal_responses` - 1 more as its rehearsal answers, tok
 otherwise it goes to D_exp with all the others.
 
 Against the paper: thresholds are settings (it takes 6/8 for Llama, 7/8 for Qwen); more than one rehearsal answer a
-prompt is our addition, and so is `confirm = false`, which keeps the k samples' own correct answers.
+prompt is our addition, and so is `confirm = false`, which keeps up to `rehearsal_responses` of the k samples' own
+correct answers.
 
 The folder RUN/presample holds partition.jsonl, rehearsal.safetensors and report.json; while it is being made,
 progress.jsonl holds a line for each prompt that is done, and an interrupted run goes on from there.

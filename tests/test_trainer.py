@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dph.answering import Policy
+from dph.answering import Policy, autocast, score_rollouts
 from dph.checkpoint import open_run
 from dph.collector import Experience, shuffled
 from dph.config import Config, load_config
@@ -259,6 +259,33 @@ def test_the_distance_from_the_base_is_measured_at_each_evaluation(tmp_path: Pat
     rows = comparable(tmp_path)
     assert ["kl_to_base" in row for row in rows] == [False, True, False, True]
     assert 1e-3 < rows[1]["kl_to_base"] < rows[3]["kl_to_base"] < 5
+
+
+@pytest.mark.parametrize(
+    ("recorded", "taken", "message"),
+    [
+        ([], ["--train.responses_per_prompt=2"], "groups are of 4 answers, not train.responses_per_prompt = 2"),
+        ([], ["--train.responses_per_prompt=3"], "groups are of 4 answers, not train.responses_per_prompt = 3"),
+        ([], JS, "prompts that are not in D_exp here"),
+        (JS, [*JS, "--loss.samples=both"], "holds no answers to the rehearsed prompts"),
+    ],
+)
+def test_recorded_rollouts_of_another_shape_are_refused(
+    tmp_path: Path, recorded: list[str], taken: list[str], message: str
+) -> None:
+    trainer(tmp_path / "a", *recorded, "--train.record_rollouts=true", "--train.steps=1").run()
+    with pytest.raises(UserError, match=message):
+        trainer(tmp_path / "b", *taken, recorded=tmp_path / "a" / "run").train_step()
+
+
+def test_new_answers_to_rehearsed_prompts_have_a_ratio_of_one_in_bf16_too(tmp_path: Path) -> None:
+    made = trainer(tmp_path, *JS, "--loss.samples=both", "--run.dtype=bf16")
+    experience = made.collector.collect(made.state, made.stored[:4], Meter())
+    for rollouts in (experience.rollouts, experience.pef_rollouts):
+        with autocast(made.policy.model, "bf16"):
+            scored = score_rollouts(made.policy.model, rollouts, 1.0, made.config.train.microbatch_tokens)
+        for rollout, again in zip(rollouts, scored, strict=True):
+            assert rollout.logprobs == pytest.approx(again.logprobs, abs=0.05)
 
 
 def test_warm_up_is_linear(tmp_path: Path) -> None:
