@@ -23,8 +23,9 @@ from dph.errors import UserError, read_json
 from dph.evaluation import keep_explore
 from dph.plots import Report, plot_pass_at_k, table
 
+ASKED = ("prompts", "gold answers", "databases", "grader")  # of a fingerprint: what was asked and how it was judged
 # May differ between evaluations that are held against each other; the prompts are compared by their own hash.
-FREE = ("seed", "dtype", "greedy")
+FREE = ("seed", "dtype", "greedy", "max_rows")
 EXPLANATION = (
     "keep is the share of the prompts solved by the base that a model still solves, explore the share of the others "
     "that it now solves; solved means that at least one of the {n} answers is right."
@@ -90,8 +91,9 @@ def check_comparable(first: Path, one: Report, second: Path, other: Report) -> N
         if here["n"] != there["n"]:
             found = f"n = {there['n']} answers a prompt, but {here['n']} in {first}"
             raise UserError(f"{second}: {source}: {found}; evaluate both with the same eval.samples")
-        if here["fingerprint"]["prompts"] != there["fingerprint"]["prompts"]:
-            found = f"other prompts than in {first}"
+        asked = [name for name in ASKED if here["fingerprint"].get(name) != there["fingerprint"].get(name)]
+        if asked:
+            found = f"other {' and '.join(asked)} than in {first}"
             raise UserError(f"{second}: {source}: {found}; compare runs of the same data, tokenizer and run.seed")
         mine, theirs = (json.loads(each["fingerprint"]["settings"]) for each in (here, there))
         for name in sorted((mine.keys() | theirs.keys()) - set(FREE)):
