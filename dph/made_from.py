@@ -99,7 +99,10 @@ def run_settings(config: Config) -> dict[str, Any]:
 def changed(found: Mapping[str, Any], wanted: Mapping[str, str]) -> str:
     """What differs, by name, e.g. "prompts and gold answers"; empty where nothing does."""
     names = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
-    return " and ".join(_named(name, found, wanted) for name in names)
+    shown = [_named(name, found, wanted) for name in names]
+    if len(shown) < 2:
+        return "".join(shown)
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _named(name: str, found: Mapping[str, Any], wanted: Mapping[str, str]) -> str:

@@ -132,6 +132,16 @@ def test_a_base_that_solves_everything_leaves_nothing_to_explore(tmp_path: Path)
     assert third == "base solves 2 of 2 prompts and leaves 0; model has keep 0.500 and explore –."
 
 
+def test_the_same_prompts_judged_by_other_gold_answers_are_not_compared(runs: list[Path]) -> None:
+    path = runs[1] / "evaluation" / "wide.json"
+    report = json.loads(path.read_text())
+    for found in report["sets"].values():
+        found["fingerprint"]["gold answers"] = "others"
+    path.write_text(json.dumps(report))
+    with pytest.raises(UserError, match="other gold answers than in"):
+        load_reports(runs, "base")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
