@@ -7,11 +7,12 @@ and ends with an evaluation of the base and the result: a table, JSON and pictur
 import argparse
 from pathlib import Path
 
-from dph.checkpoint import open_run
+from dph.checkpoint import open_run, take_over_day
 from dph.cli import config_argument, load_policy, open_task, run_command, set_up
 from dph.config import Config
 from dph.errors import UserError
 from dph.evaluation import evaluate_model
+from dph.made_from import check_recorded, check_run, made_from, run_settings
 from dph.plots import plot_run, table
 from dph.presampling import presample, take_over_partition
 from dph.prompts import tokenize
@@ -27,9 +28,16 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     train_task = open_task(config.data.train, config)
     eval_tasks = [open_task(source, config) for source in config.data.eval]
     run = open_run(config)
+    if recorded:
+        take_over_day(recorded, run)
     policy = load_policy(config.model.path, config, device)
     prompts = tokenize(train_task, policy.tokenizer, config)
     eval_sets = [tokenize(task, policy.tokenizer, config) for task in eval_tasks]
+
+    made = made_from(policy, prompts, run_settings(config))
+    if recorded:
+        check_recorded(recorded, made)
+    check_run(run, made)
 
     partition, reference = None, None
     if config.loss.uses_stored_answers:

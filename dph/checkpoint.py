@@ -39,6 +39,7 @@ from dph.tokenizer import Tokenizer
 FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|save_every|save_dtype|keep_last|keep_best)$"
 MASTER = "master_weights.safetensors"  # the fp32 weights, in a checkpoint whose model.safetensors is in bf16
 DAY = "chat_day.txt"  # in a run's folder
+MADE_FROM = "made_from.json"  # in a run's folder, see dph/made_from.py
 SUMS, PARTS = "SHA256SUMS", {"model.safetensors", "config.json", "trainer.safetensors", "state.json"}
 
 
@@ -159,10 +160,9 @@ def open_run(config: Config) -> Path:
     except BlockingIOError:
         raise UserError(f"{folder}: another process is at work here; wait, or choose another run.name") from None
     path, text = folder / "config.toml", to_toml(config)
-    begun = {p.name for p in folder.iterdir()} - {"lock", path.name, DAY}  # a mistake found later leaves these
     if not (folder / DAY).exists():
         write_text(folder / DAY, f"{date.today()}\n")
-    if path.exists() and begun:
+    if path.exists() and is_begun(folder):
         old, new = _flat(read_tables(path)), _flat(tomllib.loads(text))
         changed = [k for k in new if old.get(k) != new[k] and not re.match(FREE, k)]
         if changed:
@@ -170,6 +170,17 @@ def open_run(config: Config) -> Path:
             raise UserError(f"{folder}: holds another run ({shown}); choose another run.name or delete it")
     write_text(path, text)
     return folder
+
+
+def is_begun(run: Path) -> bool:
+    """Whether a run's folder holds work: more than what is there before a mistake in config or data is found."""
+    return any(file.name not in ("lock", "config.toml", DAY, MADE_FROM) for file in run.iterdir())
+
+
+def take_over_day(other: Path, run: Path) -> None:
+    """Gives a run without work the day of another one, so that its chat templates write the same prompts."""
+    if (other / DAY).exists() and not is_begun(run):
+        write_text(run / DAY, f"{chat_day(other)}\n")
 
 
 def chat_day(run: Path) -> date:

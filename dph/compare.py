@@ -23,8 +23,9 @@ from dph.errors import UserError, read_json
 from dph.evaluation import keep_explore
 from dph.plots import Report, plot_pass_at_k, table
 
+ASKED = ("prompts", "gold answers", "databases", "grader")  # of a fingerprint: what was asked and how it was judged
 # May differ between evaluations that are held against each other; the prompts are compared by their own hash.
-FREE = ("seed", "dtype", "greedy")
+FREE = ("seed", "dtype", "greedy", "max_rows")
 EXPLANATION = (
     "keep is the share of the prompts solved by the base that a model still solves, explore the share of the others "
     "that it now solves; solved means that at least one of the {n} answers is right."
@@ -59,6 +60,9 @@ def load_reports(runs: Sequence[Path], base: str) -> list[Report]:
     for file, report in bases.items():
         if weights(report) != weights(bases[first]):
             raise UserError(f"{file}: another base than {first} (other weights); compare runs from one base")
+    for file, report in models.items():
+        if measured_from(report) - weights(bases[first]):
+            raise UserError(f"{file}: another base than {first} (kl_to_base); compare runs from one base")
     return [bases[first], *named(models)]
 
 
@@ -80,6 +84,12 @@ def weights(report: Report) -> set[str]:
     return {found["fingerprint"]["model"] for found in report["sets"].values()}
 
 
+def measured_from(report: Report) -> set[str]:
+    """Hashes of the base that `kl_to_base` was measured from, where it was."""
+    found = {data["fingerprint"].get("base") for data in report["sets"].values()}
+    return {base for base in found if base is not None}
+
+
 def check_comparable(first: Path, one: Report, second: Path, other: Report) -> None:
     """Raises a UserError unless both answered the same sets, the same prompts, with the same settings."""
     if one["sets"].keys() != other["sets"].keys():
@@ -90,8 +100,9 @@ def check_comparable(first: Path, one: Report, second: Path, other: Report) -> N
         if here["n"] != there["n"]:
             found = f"n = {there['n']} answers a prompt, but {here['n']} in {first}"
             raise UserError(f"{second}: {source}: {found}; evaluate both with the same eval.samples")
-        if here["fingerprint"]["prompts"] != there["fingerprint"]["prompts"]:
-            found = f"other prompts than in {first}"
+        asked = [name for name in ASKED if here["fingerprint"].get(name) != there["fingerprint"].get(name)]
+        if asked:
+            found = f"other {' and '.join(asked)} than in {first}"
             raise UserError(f"{second}: {source}: {found}; compare runs of the same data, tokenizer and run.seed")
         mine, theirs = (json.loads(each["fingerprint"]["settings"]) for each in (here, there))
         for name in sorted((mine.keys() | theirs.keys()) - set(FREE)):

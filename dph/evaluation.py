@@ -20,6 +20,7 @@ from dph.checkpoint import write_text
 from dph.config import Config
 from dph.divergences import EXP_LIMIT
 from dph.errors import UserError, read_json
+from dph.made_from import answer_settings, changed, made_from, model_hash
 from dph.model import Decoder
 from dph.model_folder import load_model
 from dph.prompts import PromptSet
@@ -163,7 +164,8 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """A full evaluation of one model, written to RUN/evaluation/NAME.json set by set.
 
-    A set that stands there already, of the same weights, prompts and settings, is not answered again.
+    A set that stands there already is not answered again, if it was made from the same (dph/made_from.py); if not, a
+    line says what has changed.
 
     Args:
         base_folder: of the initial policy, which is in memory meanwhile, for `kl_to_base`; None for that policy itself.
@@ -171,22 +173,27 @@ def evaluate_model(
     """
     path = config.run_folder / "evaluation" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    weights, n, greedy = policy.weights_hash(), config.eval.samples, config.eval.greedy
+    n, greedy = config.eval.samples, config.eval.greedy
     settings: dict[str, Any] = {
+        **answer_settings(config),
         "n": n,
         "greedy": greedy,
         "temperature": config.eval.temperature,
         "top_p": config.eval.top_p,
     }
-    base = None
+    base, compared_with = None, {}
     if base_folder is not None and load_tokenizer(base_folder).vocabulary == policy.tokenizer.vocabulary:
         base = load_base(policy, base_folder)
-        settings["base"] = replace(policy, model=base).weights_hash()
+        compared_with["base"] = model_hash(replace(policy, model=base))
     old = read_json(path, optional=True).get("sets", {})
     report: dict[str, Any] = {"model": name, "sets": {}}
     for data in sets:
-        result, made = old.get(data.task.name, {}), data.fingerprint(weights, config, settings)
-        if result.get("fingerprint") != made:
+        result = old.get(data.task.name, {})
+        made = made_from(policy, data, settings) | compared_with
+        differs = changed(result.get("fingerprint", {}), made)
+        if result and differs:
+            print(f"{path}: {data.task.name}: made with other {differs}; answered again")
+        if differs:
             result = {**evaluate(policy, data, config, n, greedy, base)[0], "fingerprint": made}
             data.task.close()
         report["sets"][data.task.name] = {**result, "summary": summarise(result, config.eval.k)}

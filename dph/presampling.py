@@ -28,12 +28,14 @@ from dph.answering import PRESAMPLE, Answer, Policy, acting, answer, autocast, s
 from dph.checkpoint import append_rows, copy_folder, read_log, write_tensors, write_text
 from dph.config import Config
 from dph.errors import UserError
+from dph.made_from import answer_settings, made_from, refuse_other
 from dph.prompts import PromptSet
 from dph.rollouts import Rollout, pack, unpack
 from dph.tasks import Task
 from dph.tasks.base import Prompt
 
 PORTION = 8  # batches of sampling.max_rows answers that are drawn between two notes of progress
+WAY_OUT = "delete it to pre-sample again, or change run.name"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Partition:
 def presample(policy: Policy, data: PromptSet, config: Config) -> Partition:
     """Makes RUN/presample, or reads it where it is already there and fits."""
     folder = config.run_folder / "presample"
-    fingerprint = data.fingerprint(policy.weights_hash(), config, asdict(config.presample))
+    fingerprint = made_from(policy, data, {**answer_settings(config), **asdict(config.presample)})
     if not (folder / "report.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         _make_partition(policy, data, config, folder, fingerprint)
@@ -89,7 +91,7 @@ class _Work:
         self.policy, self.task, self.config, self.path, self.fingerprint = policy, task, config, path, fingerprint
         rows = read_log(path)
         if rows:
-            _refuse_stale(path, rows[0], fingerprint)
+            refuse_other(path, rows[0], fingerprint, WAY_OUT)
         write_text(path, "".join(json.dumps(row) + "\n" for row in [fingerprint, *rows[1:]]))
         self.done: dict[tuple[str, int], dict[str, Any]] = {(row["stage"], row["prompt"]): row for row in rows[1:]}
 
@@ -174,7 +176,7 @@ def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
     """
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        _refuse_stale(folder, report["fingerprint"], fingerprint)
+        refuse_other(folder, report["fingerprint"], fingerprint, WAY_OUT)
         lines = (folder / "partition.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]  # not read_log, which forgives a line that was cut
         rehearsal = unpack(load_file(folder / "rehearsal.safetensors"))
@@ -187,10 +189,3 @@ def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
     if not pef and not exp:
         raise UserError(f"{folder}: D_pef and D_exp are both empty: all {len(rows)} prompts were dropped")
     return Partition(pef, exp, rehearsal)
-
-
-def _refuse_stale(where: Path, found: dict[str, str], wanted: dict[str, str]) -> None:
-    stale = [name for name in wanted if found.get(name) != wanted[name]]
-    if stale:
-        what = " and ".join(stale)
-        raise UserError(f"{where}: made with other {what}; delete it to pre-sample again, or change run.name")

@@ -1,9 +1,6 @@
-"""A task's prompts as a model reads them: tokenized, those that are too long left out, with a fingerprint."""
+"""A task's prompts as a model reads them: tokenized, those that are too long left out."""
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dph.config import Config
@@ -18,18 +15,6 @@ class PromptSet:
 
     task: Task
     prompts: list[Prompt]
-
-    def fingerprint(self, weights: str, config: Config, settings: Mapping[str, Any]) -> dict[str, str]:
-        """What answers of `weights` (a hash) depend on: model, prompts (tokenized, with gold answers), settings."""
-        prompts = json.dumps([(prompt.index, prompt.tokens, repr(prompt.gold)) for prompt in self.prompts])
-        found = {**asdict(config.sampling), **settings, "seed": config.run.seed, "dtype": config.run.dtype}
-        found.pop("max_rows")  # how many at once changes nothing that is said
-        data = config.data
-        found["judge"] = [data.strict, data.math_match, data.sql_match, data.sql_variants, data.grader_timeout]
-        if self.task.grader:
-            found["grader"] = self.task.grader
-        hashed = hashlib.sha256(prompts.encode()).hexdigest()
-        return {"model": weights, "prompts": hashed, "settings": json.dumps(found, sort_keys=True)}
 
     def sample_row(self, index: int, text: str, reward: Reward) -> dict[str, Any]:
         """A row of samples.jsonl: an answer to prompt `index`; with what the task records it can be graded again."""

@@ -10,7 +10,8 @@ How it is fast, a sentence each:
   inside one block; top_p needs no full sort either, but for rows whose 1,024 likeliest tokens hold less than p.
 
 The uniforms come from a stream keyed by (stream, prompt, sample), one number a token, so what an answer says does not
-depend on the batch it was written in, on the order of the prompts, or on how often a run was resumed.
+depend on the batch it was written in, on the order of the prompts, or on how often a run was resumed. This is exact in
+float64; in fp32 about one answer in a thousand differs with other batch shapes (max_rows), in bf16 about half.
 
 Sampling is from softmax(logits / temperature); the log-probabilities returned are of that full softmax, also when
 top_p < 1 cuts the tail of what is drawn. Temperature 0 is argmax (scored at temperature 1).

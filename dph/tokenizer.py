@@ -8,6 +8,8 @@ Llama 2's authors did. Decoding is for people and graders: encode(decode(ids)) n
 as ids and never encoded.
 """
 
+import hashlib
+import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -94,6 +96,12 @@ class Tokenizer:
             raise UserError(f"{self.folder}: a chat of roles {roles} comes to no token; look at the chat template")
         return ids
 
+    def content(self) -> str:
+        """SHA-256 of what turns text into ids and back: the tokenizer's file, the vocabulary, the special tokens."""
+        digest = hashlib.sha256(self.backend.file.read_bytes())
+        digest.update(json.dumps([sorted(self.vocabulary.items()), sorted(self.special_ids)]).encode())
+        return digest.hexdigest()
+
     def save(self, folder: str | Path) -> None:
         """Copy the tokenizer's files (generation_config.json too) into another model folder."""
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -166,6 +174,7 @@ class _Json:
     """tokenizer.json, with the tokens that the other files add to it."""
 
     def __init__(self, path: Path, settings: TokenSettings) -> None:
+        self.file = path
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
             self.inner.no_truncation()  # the file may ask for both
@@ -211,6 +220,7 @@ class _SentencePiece:
     """tokenizer.model, with the tokens that the other files add to it."""
 
     def __init__(self, path: Path, settings: TokenSettings) -> None:
+        self.file = path
         try:
             self.inner = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:

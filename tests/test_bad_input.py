@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,9 @@ import presample
 import train
 from dph.cli import config_argument, run_command
 from dph.config import load_config, to_toml
-from tests.helpers import tiny_folder
+from dph.model_folder import save_model
+from dph.tokenizer import load_tokenizer
+from tests.helpers import tiny_folder, tiny_model
 
 COMMANDS = {"train": train, "presample": presample, "evaluate": evaluate}
 DOCUMENT = Path(__file__).parent.parent / "docs" / "bad_input.txt"
@@ -383,8 +386,82 @@ case("progress of something else", damage=writes(f"{RUN}/presample/progress.json
 case("progress that is broken", damage=writes(f"{RUN}/presample/progress.jsonl", "x\n"))
 case("metrics that are broken", *PLAIN, damage=writes(f"{RUN}/metrics.jsonl", '{"step": 1}\nx\n'))
 case("metrics without a step", *PLAIN, damage=writes(f"{RUN}/metrics.jsonl", '{"reward": 1}\n'))
-case("no whole checkpoint", *PLAIN, damage=writes(f"{RUN}/checkpoints/step-1/state.json", "{}"))
+case("no whole checkpoint", *PLAIN,
+     damage=lambda: (train_first(*PLAIN), writes(f"{RUN}/checkpoints/step-1/state.json", "{}")()))  # fmt: skip
 case("an evaluation that is broken", command="evaluate", damage=writes(f"{RUN}/evaluation/model.json", "{"))
+
+
+# ---- what a run was made from ------------------------------------------------------------------------------------
+
+OWN_DATA = ("--data.train=math:x.jsonl", *PLAIN)
+ONE = '{"question": "1 + 1?", "answer": "2"}'
+
+
+def train_first(*arguments: str) -> None:
+    """A run of small.toml that ends well."""
+    old, sys.argv = sys.argv, ["train.py", "small.toml", *arguments]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            run_command(train.main, "", train._arguments)
+    finally:
+        sys.argv = old
+
+
+def made_from_other(what: str, harm: Damage, *arguments: str) -> None:
+    """A case in which `harm` is done to a run that has ended well, then the same command is given."""
+
+    def damage() -> None:
+        writes("x.jsonl", ONE)()
+        train_first(*arguments)
+        harm()
+
+    case(what, *arguments, damage=damage)
+
+
+def write_database(path: str, value: int) -> None:
+    Path(path).parent.mkdir(exist_ok=True)
+    Path(path).unlink(missing_ok=True)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(f"CREATE TABLE t (a); INSERT INTO t VALUES ({value});")
+
+
+def another_model() -> None:
+    save_model(tiny_model(1, load_tokenizer("model").vocab_size), "model")
+
+
+def another_special_token() -> None:
+    piece = next(piece for piece in load_tokenizer("model").vocabulary if piece.endswith("'oslo'"))
+    writes("model/special_tokens_map.json", json.dumps({"additional_special_tokens": [piece]}))()
+
+
+QUERIES = '{"question": [{"role": "user", "content": "1"}], "db_id": "d", "query": "SELECT a FROM t"}'
+ON_DATABASES = ("--data.train=sql:queries.jsonl", "--data.db_root=databases", *PLAIN)
+more_ends = writes("model/generation_config.json", '{"eos_token_id": [2, 3]}')
+made_from_other("a run whose prompts changed", writes("x.jsonl", ONE.replace("1 + 1", "2")), *OWN_DATA)
+made_from_other("a run whose gold answers changed", writes("x.jsonl", ONE.replace('"2"', '"3"')), *OWN_DATA)
+made_from_other("a run whose end tokens changed", more_ends, *OWN_DATA)
+made_from_other("a run whose tokenizer changed", another_special_token, *OWN_DATA)
+made_from_other("a run whose model changed", another_model, *OWN_DATA)
+made_from_other("a run whose prompts and gold answers changed", writes("x.jsonl", '{"question": "3", "answer": "3"}'),
+                *OWN_DATA)  # fmt: skip
+case("a run whose databases changed", *ON_DATABASES, damage=lambda: (
+     writes("queries.jsonl", QUERIES)(), write_database("databases/d.sqlite", 1), train_first(*ON_DATABASES),
+     write_database("databases/d.sqlite", 2)))  # fmt: skip
+made_from_other("a partition whose end tokens changed", lambda: (more_ends(), Path(RUN, "made_from.json").unlink(),
+                shutil.rmtree(f"{RUN}/checkpoints")))  # fmt: skip
+made_from_other("a run that does not say what it was made from", Path(RUN, "made_from.json").unlink, *PLAIN)
+made_from_other("what a run was made from, broken", writes(f"{RUN}/made_from.json", "{"), *PLAIN)
+
+REPLAY = ("--run.name=again", f"--rollouts-from={RUN}", *PLAIN)
+RECORD = ("--train.record_rollouts=true", *PLAIN)
+case("recorded rollouts of another task", "--data.train=miniature:arithmetic?count=4", *REPLAY,
+     damage=lambda: train_first(*RECORD))  # fmt: skip
+case("recorded rollouts of another tokenizer", *REPLAY,
+     damage=lambda: (train_first(*RECORD), another_special_token()))  # fmt: skip
+case("recorded rollouts of other settings", "--sampling.temperature=0.5", "--train.responses_per_prompt=4", *REPLAY,
+     damage=lambda: train_first(*RECORD))  # fmt: skip
+case("recorded rollouts that do not say what they were made from", *REPLAY,
+     damage=lambda: (train_first(*RECORD), Path(RUN, "made_from.json").unlink()))  # fmt: skip
 
 
 # ---- the test ----------------------------------------------------------------------------------------------------
@@ -398,6 +475,7 @@ def answered(what: str, folder: Path) -> tuple[int, list[str], list[str]]:
     with contextlib.chdir(folder), holder:
         if damage is not None:
             damage()
+        before = half_written()
         old, sys.argv = sys.argv, [f"{command}.py", *arguments]
         try:
             with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
@@ -408,9 +486,14 @@ def answered(what: str, folder: Path) -> tuple[int, list[str], list[str]]:
             return 1, [f"{type(error).__name__}: {error}"], []
         finally:
             sys.argv = old
-        new = [str(p) for p in Path("runs").rglob("*") if p.suffix == ".partial" or p.name == "state.json"]
+        new = sorted(half_written() - before)
     lines = [line for line in err.getvalue().replace(str(folder), "...").split("\n") if line and "\r" not in line]
-    return code, lines, [] if what == "no whole checkpoint" else new
+    return code, lines, new
+
+
+def half_written() -> set[str]:
+    """What a command should not leave when it stops at a mistake."""
+    return {str(p) for p in Path("runs").rglob("*") if p.suffix == ".partial" or p.name == "state.json"}
 
 
 @pytest.fixture(scope="session")

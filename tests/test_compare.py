@@ -132,6 +132,16 @@ def test_a_base_that_solves_everything_leaves_nothing_to_explore(tmp_path: Path)
     assert third == "base solves 2 of 2 prompts and leaves 0; model has keep 0.500 and explore –."
 
 
+def test_the_same_prompts_judged_by_other_gold_answers_are_not_compared(runs: list[Path]) -> None:
+    path = runs[1] / "evaluation" / "wide.json"
+    report = json.loads(path.read_text())
+    for found in report["sets"].values():
+        found["fingerprint"]["gold answers"] = "others"
+    path.write_text(json.dumps(report))
+    with pytest.raises(UserError, match="other gold answers than in"):
+        load_reports(runs, "base")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -219,3 +229,19 @@ def test_the_quickstart_trains_two_runs_that_differ_in_the_divergence_alone_and_
     assert dph_js["loss.divergence"] == "js"
     compared = " ".join(str(config.run_folder) for config in configs)
     assert told.splitlines()[-1].endswith(f"-m dph.compare {compared}")
+
+
+@pytest.mark.parametrize(("base", "refused"), [("base", False), ("another", True)])
+def test_a_distance_from_another_base_is_refused(tmp_path: Path, base: str, refused: bool) -> None:
+    run = tmp_path / "run"
+    evaluation(run, "base", [2, 0] * 10)
+    path = evaluation(run, "model", [4, 0] * 10)
+    report = json.loads(path.read_text())
+    for found in report["sets"].values():
+        found["fingerprint"]["base"] = base
+    path.write_text(json.dumps(report))
+    if refused:
+        with pytest.raises(UserError, match="another base"):
+            load_reports([run], "base")
+    else:
+        assert len(load_reports([run], "base")) == 2

@@ -13,6 +13,7 @@ LEVELS = [
     {"tasks", "losses", "rollouts", "checkpoint"},
     {"sampler", "scoring", "prompts", "miniature_base"},
     {"answering", "metrics", "updates"},
+    {"made_from"},
     {"presampling", "evaluation", "collector", "objective"},
     {"plots", "cli"},
     {"trainer", "inspect", "compare"},

@@ -9,10 +9,9 @@ import torch
 
 import train
 from dph.cli import run_command
-from dph.config import DataConfig, load_config
+from dph.config import DataConfig
 from dph.errors import DataError, UserError
 from dph.model_folder import load_model
-from dph.prompts import tokenize
 from dph.tasks import Task, load_task
 from dph.tasks.base import read_rows
 from dph.tasks.regrade import regrade
@@ -134,14 +133,22 @@ def test_an_imported_task_is_no_second_one_and_a_dataclass_works(tmp_path: Path)
     assert len(opened(write(tmp_path, text), tmp_path).prompts()) == 3
 
 
-def test_another_reward_makes_a_stored_partition_stale(tmp_path: Path) -> None:
-    path, tokenizer = write(tmp_path, GOOD), load_tokenizer(tiny_folder(tmp_path / "model"))
-    prints = []
+def test_another_reward_is_another_content(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    contents = []
     for text in (GOOD, GOOD, GOOD.replace("==", "!=")):
         path.write_text(text, encoding="utf-8")
-        config = load_config(None)
-        prints.append(tokenize(opened(path, tmp_path), tokenizer, config).fingerprint("w", config, {}))
-    assert prints[0] == prints[1] != prints[2]
+        contents.append(opened(path, tmp_path).content())
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_the_content_that_a_file_names_counts_and_is_checked(tmp_path: Path) -> None:
+    more = "\n    def content(self):\n        return {}\n"
+    named = opened(write(tmp_path, GOOD + more.format("{'databases': 'x'}")), tmp_path).content()
+    assert named["databases"] == "x"
+    assert named["grader"]
+    with pytest.raises(DataError, match=r"content\(\) should return a dict of names and hashes; it returned 3"):
+        opened(write(tmp_path, GOOD + more.format("3")), tmp_path).content()
 
 
 # ---- mistakes ----------------------------------------------------------------------------------------------------

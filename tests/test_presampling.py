@@ -129,8 +129,10 @@ def test_a_finished_partition_is_reused_and_a_stale_one_refused_by_name(tmp_path
     task = Counting()
     assert make(tmp_path, task=task)[0] == first
     assert not task.judged, "nothing was sampled again"
-    with pytest.raises(UserError, match="made with other settings; delete it"):
+    with pytest.raises(UserError, match=r"made with other settings \(threshold = 2 there, 3 here\); delete it"):
         make(tmp_path, "--presample.threshold=3")
+    with pytest.raises(UserError, match=r"made with other settings \(max_rows = 64 there, 2 here\); delete it"):
+        make(tmp_path, "--sampling.max_rows=2")
     tiny_folder(tmp_path / "model", seed=1)
     with pytest.raises(UserError, match="made with other model; delete it"):
         make(tmp_path)

@@ -51,9 +51,6 @@ class Task:
     """A set of prompts and its grader. A subclass fills `items` and writes `rewards`."""
 
     most_errors = 0.05  # of the answers that the grader may fail to judge
-    grader = (
-        ""  # a hash of the grader's own code, where it may change from run to run: a stored partition depends on it
-    )
 
     def __init__(self, name: str, items: Sequence[Prompt] = ()) -> None:
         self.name = name
@@ -74,6 +71,10 @@ class Task:
     def record(self, prompt: Prompt) -> dict[str, Any]:
         """The columns that, beside a response, are enough to grade it again (regrade.py)."""
         return {"answer": prompt.gold}
+
+    def content(self) -> dict[str, str]:
+        """What else the rewards depend on beside gold answers and settings: a name, such as databases, and its hash."""
+        return {}
 
     def nondeterministic(self) -> list[Prompt]:
         """The prompts whose gold answer may come out otherwise another day."""

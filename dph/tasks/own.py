@@ -59,7 +59,7 @@ class OwnTask(Task):
             for prompt in prompts:
                 check_record(self.path, prompt, self.inner)
         super().__init__(f"task:{where}", prompts)
-        self.grader = hashlib.sha256(self.path.read_bytes()).hexdigest()
+        self.grader = hashlib.sha256(self.path.read_bytes()).hexdigest()  # as it was when it was run
 
     def check(self) -> None:
         """What the file's class checks of its gold answers."""
@@ -70,6 +70,15 @@ class OwnTask(Task):
         """The columns of a stored answer beside its response."""
         with mistakes_in(self.path):
             return self.inner.record(prompt)
+
+    def content(self) -> dict[str, str]:
+        """The file, and what else its class says that its rewards depend on."""
+        with mistakes_in(self.path):
+            found = self.inner.content()
+        if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+            shown = repr(found)[:80]
+            raise DataError(self.path, None, f"content() should return a dict of names and hashes; it returned {shown}")
+        return {**found, "grader": self.grader}
 
     def nondeterministic(self) -> list[Prompt]:
         """The prompts whose gold answer the file's class calls open."""

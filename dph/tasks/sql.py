@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Any
 from dph.errors import UserError
 from dph.tasks.base import Prompt, Reward, Row, Task, chat, chat_messages, ground_truth, known_options, read_rows
 from dph.tasks.sql_variants import make_variants, neighbours
-from dph.tasks.sqlite import ResultCache, execute, first_statement, has_order, nondeterministic, quoted, same_result
+from dph.tasks.sqlite import (
+    ResultCache,
+    execute,
+    first_statement,
+    has_order,
+    hash_databases,
+    nondeterministic,
+    quoted,
+    same_result,
+)
 from dph.tasks.workers import GraderPool, Verdict
 
 if TYPE_CHECKING:
@@ -110,6 +119,14 @@ class SQLTask(Task):
         database = os.path.relpath(prompt.gold["database"], self.data.db_root)
         found = {"db_id": database, "query": prompt.gold["query"], "cmp_method": prompt.gold["match"]}
         return {**found, "seed": self.seed} if self.data.sql_variants else found
+
+    def content(self) -> dict[str, str]:
+        """All databases: those of the prompts, the further files of their folders, the changed copies."""
+        files: list[str] = []
+        for database in sorted({prompt.gold["database"] for prompt in self.items}):
+            further, made = self._suite(database)
+            files += [database, *further, *made]
+        return {"databases": hash_databases(files)}
 
     def nondeterministic(self) -> list[Prompt]:
         """The prompts whose gold result SQLite may give otherwise another day: ties under LIMIT, orders left open."""

@@ -15,6 +15,7 @@ Values are equal as Python has them (1 = 1.0, NULL = NULL, '1' is not 1), and nu
 within TOLERANCE, relative or absolute.
 """
 
+import hashlib
 import itertools
 import math
 import os
@@ -22,8 +23,9 @@ import re
 import sqlite3
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -130,6 +132,24 @@ def _fetch(cursor: sqlite3.Cursor) -> tuple[Rows, int]:
         if size > MAX_RESULT:
             raise ValueError(f"over {MAX_RESULT} bytes")
     return rows, size
+
+
+def hash_databases(files: Iterable[str | Path]) -> str:
+    """SHA-256 of the names and contents of database files, in their order; where they lie does not count."""
+    digest = hashlib.sha256()
+    for file in files:
+        path = Path(file)
+        stat = path.stat()
+        content = _content_hash(path.absolute(), stat.st_size, stat.st_mtime_ns)
+        digest.update(f"{content}  {path.name}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+@cache
+def _content_hash(path: Path, size: int, changed: int) -> str:
+    """Of one file; size and time of change are there so that a file is read once until it changes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def lossless(data: bytes) -> str:
