@@ -40,7 +40,7 @@ class Objective:
         self.standard = replace(config.loss, divergence_form="standard").make_divergence()
 
     def loss(self, micro: MicroBatch, meter: Meter) -> Tensor:
-        """L_exp + eta L_pef of a micro-batch (E6), a scalar with gradient."""
+        """L_exp + eta L_pef of a micro-batch (E6), a scalar with gradient; B answers of at most T tokens."""
         loss_exp = loss_pef = torch.zeros((), device=self.model.head.device)
         if (batch := micro.rollouts) is not None:
             scores = self._score(batch)  # log pi_theta, (B, T)
@@ -52,7 +52,8 @@ class Objective:
             loss_pef = loss_pef + self._rehearsal(batch, self._score(batch), micro.denominators["stored"], meter)
         if (batch := micro.pef_rollouts) is not None:
             loss_pef = loss_pef + self._js_own_half(batch, self._score(batch), micro.denominators["pef_rollouts"])
-        return loss_exp + self.settings.eta * loss_pef
+        loss: Tensor = loss_exp + self.settings.eta * loss_pef  # E6
+        return loss
 
     def _exploration(
         self, batch: Batch, scores: Scores, advantages: Tensor, denominator: float, meter: Meter
