@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dph.checkpoint import newest_checkpoint
-from dph.cli import config_argument, load_policy, open_task, run_command, set_up
+from dph.cli import config_argument, load_policy, open_task, resolve_model, run_command, set_up
 from dph.config import Config
 from dph.errors import UserError
 from dph.evaluation import evaluate_model, short_names
@@ -36,6 +36,8 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     newest = newest_checkpoint(config.run_folder) if not arguments.models else None
     paths = arguments.models or [config.model.path, *([str(newest)] if newest else [])]
     names = short_names(paths)
+    for path in paths:
+        resolve_model(path, config)  # a missing one is said before the first is evaluated
     reports = []
     base_folder: Path | None = None  # the first model's, for the others
     for path, name in zip(paths, names, strict=True):

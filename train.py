@@ -24,6 +24,8 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     recorded = arguments.rollouts_from
     if recorded and not (recorded / "rollouts").is_dir():
         raise UserError(f"--rollouts-from {recorded}: holds none; record them with --train.record_rollouts=true")
+    if recorded and recorded.resolve() == config.run_folder.resolve():
+        raise UserError(f"--rollouts-from {recorded}: is this run itself; choose another run.name")
     device = set_up(config)
     train_task = open_task(config.data.train, config)
     eval_tasks = [open_task(source, config) for source in config.data.eval]
@@ -37,7 +39,7 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     made = made_from(policy, prompts, run_settings(config))
     if recorded:
         check_recorded(recorded, made)
-    check_run(run, made)
+    check_run(run, made | {"rollouts": f"those of {recorded.name}" if recorded else "sampled"})
 
     partition, reference = None, None
     if config.loss.uses_stored_answers:

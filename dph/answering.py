@@ -92,7 +92,7 @@ def _judged(policy: Policy, data: PromptSet, rollouts: Iterator[Rollout]) -> Ite
         asked = [prompts[rollout.prompt] for rollout in written]
         rewards = data.task.rewards(list(zip(asked, texts, strict=True)))
         for rollout, text, reward in zip(written, texts, rewards, strict=True):
-            rollout.reward = reward.value
+            rollout.reward = float(reward.value)
             yield Answer(rollout, text, reward)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -180,7 +181,10 @@ class Collector:
         if not path.exists():
             raise UserError(f"{path}: no recorded rollouts; record them with --train.record_rollouts=true")
         found: dict[str, dict[str, Tensor]] = {"rollouts": {}, "pef_rollouts": {}}
-        tensors = load_file(path)
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise UserError(f"{path}: not readable ({error}); record it again") from None
         recorded_size, size = int(tensors.pop("group_size")), self.config.train.responses_per_prompt
         if recorded_size != size:
             raise UserError(f"{path}: groups are of {recorded_size} answers, not train.responses_per_prompt = {size}")

@@ -250,6 +250,8 @@ def _check(config: Config) -> None:
          f"data.eval = {list(config.data.eval)} should name each set once"),
         (config.run.name not in ("", ".", "..") and "/" not in config.run.name and config.run.name.isprintable(),
          f"run.name = {config.run.name!r} should be one folder name of printable characters"),
+        (not config.run.name.startswith("miniature-seed"),
+         f"run.name = {config.run.name!r} is the folder of a miniature's databases; choose another"),
         (config.run.name.lower() != "base",
          f"run.name = {config.run.name!r} is the name of the initial policy's report; choose another"),
     ]  # fmt: skip

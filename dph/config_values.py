@@ -116,7 +116,7 @@ def _value(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
         raise UserError(f"{name} = {value!r} should be one of {', '.join(limits['choices'])}")
     low, high = limits["low"], limits["high"]
     if isinstance(value, int | float) and not (low <= value <= high and math.isfinite(value)):
-        bounds = f"from {low:.7g} to {high:.7g}" if math.isfinite(high) else f"at least {low:g}"
+        bounds = f"from {low:.7g} to {high:.7g}" if math.isfinite(high) else f"at least {low:g} and finite"
         raise UserError(f"{name} = {value!r} should be {bounds}")
     return value
 

@@ -134,7 +134,7 @@ def _problem(index: int, answers: Sequence[Answer]) -> dict[str, Any]:
     tokens = sum(len(a.rollout.tokens) for a in answers)
     return {
         "prompt": index,
-        "correct": sum(a.reward.value == 1 for a in answers),
+        "correct": sum(bool(a.reward.value == 1) for a in answers),
         "distinct": len({a.text for a in answers}),
         "tokens": tokens / len(answers),
         "entropy": -sum(sum(a.rollout.logprobs) for a in answers) / tokens,

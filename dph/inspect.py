@@ -23,12 +23,13 @@ import torch
 from safetensors.torch import load_file
 
 from dph.answering import EVALUATE, Policy, answer, autocast, sampling_settings, score_rollouts
-from dph.checkpoint import newest_checkpoint
+from dph.checkpoint import MADE_FROM, newest_checkpoint
 from dph.cli import fail, load_policy, open_task, set_up, to_the_end
 from dph.config import Config, load_config
 from dph.divergences import Divergence, make_divergence, saturate
-from dph.errors import UserError
+from dph.errors import UserError, read_json
 from dph.losses import group_advantages
+from dph.made_from import made_from, refuse_other, run_settings
 from dph.prompts import PromptSet, tokenize
 from dph.rollouts import Rollout, unpack
 from dph.tokenizer import Tokenizer
@@ -82,6 +83,9 @@ def inspect(run: Path, prompts: int = 12, divergence: str = "") -> Path:
     policy = load_policy(str(checkpoint), config, device)
     reference = load_policy(config.model.path, config, device)
     data = tokenize(task, policy.tokenizer, config)
+    made = made_from(reference, data, run_settings(config))
+    found = {name: value for name, value in read_json(run / MADE_FROM).items() if name != "rollouts"}
+    refuse_other(run, found, made, "its answers cannot be shown beside them")
     explored, origin = explored_answers(run, policy, data, config, prompts)
     shown = judged(explored, policy, reference, data, config, chosen, prompts)
     shown += rehearsed(run, policy, reference, config, chosen, prompts)

@@ -11,6 +11,7 @@
 | gold answers | hash of what the grader compares with |
 | databases, grader | hash of what else the grader reads, where a task says so (`Task.content`) |
 | settings | those of the config that matter, as JSON |
+| rollouts | of a run: whether they are sampled, or those that another run has recorded |
 
 A partition and an evaluation keep these values in their reports, a run in RUN/made_from.json.
 """
@@ -146,4 +147,5 @@ def check_recorded(recorded: Path, made: Mapping[str, str]) -> None:
     path = recorded / MADE_FROM
     if not path.exists():
         raise UserError(f"{where}: has no {MADE_FROM}, so its rollouts cannot be checked; record them again")
-    refuse_other(where, read_json(path), made, "record them again, or train as that run did but for [loss]")
+    found = {name: value for name, value in read_json(path).items() if name != "rollouts"}  # it may have replayed, too
+    refuse_other(where, found, made, "record them again, or train as that run did but for [loss]")

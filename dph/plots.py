@@ -12,7 +12,8 @@ matplotlib.use("Agg")  # files only; no screen is needed
 import matplotlib.pyplot as plt
 
 from dph.checkpoint import read_log, write_bytes
-from dph.errors import read_json
+from dph.cli import to_the_end
+from dph.errors import UserError, read_json
 from dph.evaluation import interval, keep_explore, pass_at_k
 
 Report = Mapping[str, Any]
@@ -102,13 +103,25 @@ def plot_run(run: Path) -> list[Path]:
     pictures = []
     if rows := read_log(run / "metrics.jsonl", "step"):
         pictures.append(plot_metrics(rows, run))
-    reports = [read_json(path) for path in sorted((run / "evaluation").glob("*.json"))]
+    reports = []
+    for path in sorted((run / "evaluation").glob("*.json")):
+        reports.append(read_json(path))
+        if not isinstance(reports[-1].get("sets"), dict) or "model" not in reports[-1]:
+            raise UserError(f"{path}: is no report of an evaluation; delete it, and evaluate again")
     if reports:
         pictures.append(plot_pass_at_k(reports, run))
     return pictures
 
 
+def main(run: Path) -> None:
+    """Draws the pictures and says where they are. UserError: the folder holds nothing to draw."""
+    pictures = plot_run(run)
+    if not pictures:
+        raise UserError(f"{run}: holds neither metrics.jsonl nor evaluation/*.json, so there is nothing to draw")
+    print("\n".join(map(str, pictures)))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m dph.plots RUN")
-    print("\n".join(map(str, plot_run(Path(sys.argv[1])))))
+    to_the_end(lambda: main(Path(sys.argv[1])), debug=False)

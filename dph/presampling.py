@@ -101,7 +101,7 @@ class _Work:
 
     def correct(self, stage: str, prompt: Prompt) -> int:
         """How many answers were right: a reward of 1, not of a half."""
-        return sum(reward == 1 for reward in self[stage, prompt]["rewards"])
+        return sum(bool(reward == 1) for reward in self[stage, prompt]["rewards"])
 
     def ask(self, stage: str, prompts: list[Prompt], samples: range, keep: bool) -> None:
         """Draws and judges answers of pi_ref, in portions that are noted whole.
@@ -127,7 +127,7 @@ class _Work:
         for a in answers:
             new = {"stage": stage, "prompt": a.rollout.prompt, "rewards": [], "outcomes": Counter(), "answers": []}
             row = rows.setdefault(a.rollout.prompt, new)
-            row["rewards"].append(a.reward.value)
+            row["rewards"].append(float(a.reward.value))
             row["outcomes"][a.reward.outcome] += 1
             row["answers"] += [a.rollout.tokens] if keep and a.reward.value == 1 else []
         append_rows(self.path, rows.values())
@@ -180,12 +180,14 @@ def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
         lines = (folder / "partition.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]  # not read_log, which forgives a line that was cut
         rehearsal = unpack(load_file(folder / "rehearsal.safetensors"))
+        pef = [row["prompt"] for row in rows if row["set"] == "pef"]
+        exp = [row["prompt"] for row in rows if row["set"] == "exp"]
+        if len(rows) != report["prompts"]:
+            raise ValueError(f"partition.jsonl has {len(rows)} of {report['prompts']} rows")
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"{folder}: cannot be read ({error}); delete it to pre-sample again") from error
-    pef = [row["prompt"] for row in rows if row["set"] == "pef"]
-    exp = [row["prompt"] for row in rows if row["set"] == "exp"]
     if not pef and not exp:
         raise UserError(f"{folder}: D_pef and D_exp are both empty: all {len(rows)} prompts were dropped")
     return Partition(pef, exp, rehearsal)

@@ -184,6 +184,29 @@ def test_recorded_rollouts_are_replayed_without_sampling(call: Call, config: Pat
     assert not any("seconds/sample_and_grade" in row for row in rows)
 
 
+def test_where_rollouts_come_from_is_kept_when_a_run_goes_on(call: Call, config: Path, tmp_path: Path) -> None:
+    assert call("train", config, "--train.record_rollouts=true")[0] == 0
+    recorded = tmp_path / "runs" / "small"
+    assert call("train", config, "--run.name=again", "--train.steps=1", "--rollouts-from", recorded)[0] == 0
+    code, _, err = call("train", config, "--run.name=again")
+    assert code == 2
+    assert "again: made with other rollouts" in err
+    code, _, err = call("train", config, "--train.record_rollouts=true", "--rollouts-from", recorded)
+    assert code == 2
+    assert "is this run itself" in err
+    (recorded / "rollouts" / "step-2.safetensors").write_bytes(b"cut")
+    code, _, err = call("train", config, "--run.name=again", "--rollouts-from", recorded)
+    assert code == 2
+    assert "step-2.safetensors: not readable" in err
+
+
+def test_every_model_is_looked_for_before_the_first_is_evaluated(call: Call, config: Path, tmp_path: Path) -> None:
+    code, _, err = call("evaluate", config, tmp_path / "model", tmp_path / "nowhere")
+    assert code == 2
+    assert "nowhere" in err
+    assert not list((tmp_path / "runs").rglob("*.json"))
+
+
 def test_three_calls_lead_from_train_to_the_loss(call: Call, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stacks: list[list[str]] = []
     loss = Objective.loss

@@ -15,7 +15,8 @@ LEVELS = [
     {"answering", "metrics", "updates"},
     {"made_from"},
     {"presampling", "evaluation", "collector", "objective"},
-    {"plots", "cli"},
+    {"cli"},
+    {"plots"},
     {"trainer", "inspect", "compare"},
 ]
 STUDY = ["plan", "report", "measure", "plots", "run"]  # each imports only those before it, and dph/
