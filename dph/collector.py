@@ -68,8 +68,7 @@ class Collector:
         if self.recorded is not None:
             experience = self._read_recorded(self.recorded / file, stored)
             _add_entropy(experience.rollouts, meter)
-            if self.reference is not None:
-                self._score_reference(experience)
+            self._score_reference(experience)
         else:
             with meter.seconds("sample_and_grade"):
                 try:

@@ -185,11 +185,11 @@ def evaluate_model(
     if base_folder is not None and load_tokenizer(base_folder).vocabulary == policy.tokenizer.vocabulary:
         base = load_base(policy, base_folder)
         compared_with["base"] = model_hash(replace(policy, model=base))
-    old = read_json(path, optional=True).get("sets", {})
+    old, model = read_json(path, optional=True).get("sets", {}), model_hash(policy)
     report: dict[str, Any] = {"model": name, "sets": {}}
     for data in sets:
         result = old.get(data.task.name, {})
-        made = made_from(policy, data, settings) | compared_with
+        made = made_from(policy, data, settings, model) | compared_with
         differs = changed(result.get("fingerprint", {}), made)
         if result and differs:
             print(f"{path}: {data.task.name}: made with other {differs}; answered again")

@@ -33,12 +33,16 @@ from dph.prompts import PromptSet
 SHOWN = 3  # changed settings that a message names
 
 
-def made_from(policy: Policy, data: PromptSet, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The values of the table above, for answers of `policy` to `data` under `settings`."""
+def made_from(policy: Policy, data: PromptSet, settings: Mapping[str, Any], model: str = "") -> dict[str, str]:
+    """The values of the table above, for answers of `policy` to `data` under `settings`.
+
+    Args:
+        model: what `model_hash` gives for the policy, where it is known: reading all weights takes its time.
+    """
     tokens = [(prompt.index, prompt.tokens) for prompt in data.prompts]
     golds = [(prompt.index, data.task.record(prompt)) for prompt in data.prompts]
     return {
-        "model": model_hash(policy),
+        "model": model or model_hash(policy),
         "tokenizer": policy.tokenizer.content(),
         "end tokens": json.dumps(policy.tokenizer.end_ids),
         "prompts": _hashed(tokens),

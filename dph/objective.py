@@ -101,8 +101,9 @@ class Objective:
             saturated = self.divergence.saturated(scores.top - batch.top_logprobs).any(-1)
             saturated = saturated | self.divergence.saturated(scores.rest - batch.top_rest)
         else:
-            values = losses.rehearsal_loss(scores.logprobs, ref_logprobs, mask, self.divergence)
-            measured = losses.rehearsal_loss(scores.logprobs, ref_logprobs, mask, self.standard)
+            values = measured = losses.rehearsal_loss(scores.logprobs, ref_logprobs, mask, self.divergence)
+            if settings.divergence_form == "plain":
+                measured = losses.rehearsal_loss(scores.logprobs, ref_logprobs, mask, self.standard)
             saturated = self.divergence.saturated(scores.logprobs - ref_logprobs)
         if settings.answers_pef_prompts:
             values = losses.js_reference_half(scores.logprobs, ref_logprobs, mask)

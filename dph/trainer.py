@@ -165,6 +165,8 @@ class Trainer:
         """A small evaluation: `eval` by set, `kl_to_base` on the first; eight answers of each go to samples.jsonl."""
         settings = self.config.eval
         summaries: dict[str, Any] = {}
+        if not self.eval_sets:
+            return {"eval": summaries}
         # pi_ref is in memory for this alone, unless the loss keeps it there.
         base = self.collector.reference or load_base(self.policy, self.policy.folder)
         for data in self.eval_sets:
@@ -174,8 +176,6 @@ class Trainer:
             shown = answers[:: -(-len(answers) // 8)]
             rows = [{"step": step, **few.sample_row(a.rollout.prompt, a.text, a.reward)} for a in shown]
             append_rows(self.config.run_folder / "samples.jsonl", rows)
-        if not summaries:
-            return {"eval": summaries}
         first = summaries[self.eval_sets[0].task.name]
         if first["pass@1"][0] > self.state.best:
             self.state.best, self.state.best_step = first["pass@1"][0], step
