@@ -93,6 +93,18 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
+def is_writer() -> bool:
+    """Whether this process writes the run's files: alone always, of several the leader."""
+    return distributed.rank() == 0
+
+
+@contextmanager
+def writer_first() -> Iterator[None]:
+    """The process that writes goes through the block first: the others find its files, and a mistake is said once."""
+    with distributed.leader_first():
+        yield
+
+
 @distributed.leader_only
 def write_text(path: Path, text: str) -> None:
     """Writes a whole file, or leaves the old one."""

@@ -22,6 +22,7 @@ from dph import distributed
 from dph.config import Config
 from dph.errors import UserError
 from dph.losses import denominator
+from dph.metrics import Meter
 from dph.model import Decoder
 from dph.rollouts import Batch, Rollout, collate, group_by_tokens
 
@@ -186,3 +187,11 @@ class Optimizer:
             distributed.publish(self.shares)
         self.model.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "lr": rate} if stepped else None
+
+
+def gather_metrics(meter: Meter) -> Meter:
+    """What all processes have counted in a step, on each of them."""
+    whole, *others = distributed.gather([meter.read()])
+    for other in others:
+        whole.merge(other)
+    return whole
