@@ -130,11 +130,10 @@ def sum_gradients(model: nn.Module, empty_pass: Callable[[], Tensor]) -> None:
             work.wait()
 
 
-def forget_gradients(model: nn.Module) -> None:
-    """Drops what the passes of an update have left, when one of them was given up on some rank."""
+def recover(model: nn.Module) -> None:
+    """Makes a model fit for another pass when one was given up on some rank; all call it. Gradients stay as they are."""
     if isinstance(model, FSDPModule):
         model.reset_iter_state()
-    model.zero_grad(set_to_none=True)
 
 
 def whole(part: Tensor) -> Tensor:

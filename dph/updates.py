@@ -135,10 +135,11 @@ class Attempt(AbstractContextManager[Iterator[MicroBatch]]):
             return False
         self.out_of_memory = any(distributed.gather([full]))
         if self.out_of_memory:
-            distributed.forget_gradients(self.model)
-        else:
-            distributed.sum_gradients(self.model, self._empty_pass)
+            distributed.recover(self.model)
+        distributed.sum_gradients(self.model, self._empty_pass)
         self.weights.__exit__(None, None, None)
+        if self.out_of_memory:  # what was summed is not all there is
+            self.model.zero_grad(set_to_none=True)
         return full
 
     def _empty_pass(self) -> Tensor:
