@@ -131,7 +131,7 @@ def sum_gradients(model: nn.Module, empty_pass: Callable[[], Tensor]) -> None:
 
 
 def recover(model: nn.Module) -> None:
-    """Makes a model fit for another pass when one was given up on some rank; all call it. Gradients stay as they are."""
+    """Makes a model fit for another pass where one was given up on some rank; all call it. Gradients stay."""
     if isinstance(model, FSDPModule):
         model.reset_iter_state()
 
