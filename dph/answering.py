@@ -5,7 +5,6 @@ and evaluation share both. Where torchrun has started several processes, each do
 here and all of them get all results (dph/distributed.py); alone, one process does everything.
 """
 
-import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from dph import distributed
+from dph.adapter import adapters, merged, merged_weights
 from dph.config import Config
 from dph.model import Decoder
 from dph.prompts import PromptSet
@@ -38,9 +38,9 @@ class Policy:
     folder: Path
 
     def weights_hash(self) -> str:
-        """SHA-256 of the weights as they are now, in float32."""
+        """SHA-256 of the weights as they are now, in float32, adapters merged."""
         digest = hashlib.sha256()
-        for weight in self.model.parameters():
+        for _, weight in merged_weights(self.model):
             digest.update(weight.detach().float().cpu().contiguous().numpy().data)
         return digest.hexdigest()
 
@@ -132,16 +132,21 @@ def score_rollouts(
 
 @torch.no_grad()
 def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
-    """Who samples: the policy itself in fp32, or a bf16 copy of it: a new one, or `actor` brought up to date."""
-    if dtype == "fp32":
+    """Who samples: the policy itself, or where it is to sample in bf16 or has adapters, a plain copy of it.
+
+    The copy is a new one, or `actor` brought up to date.
+    """
+    if dtype == "fp32" and not adapters(policy.model):
         return policy
     if actor is None:
-        actor = replace(policy, model=copy.deepcopy(policy.model).to(torch.bfloat16).requires_grad_(False))
+        held = torch.promote_types(policy.model.head.dtype, torch.float32)
+        actor = replace(policy, model=merged(policy.model, torch.bfloat16 if dtype == "bf16" else held))
         if policy.model.compiled:  # a copy is not
             actor.model.compile_layers()
         return actor
-    for copied, weight in zip(actor.model.parameters(), policy.model.parameters(), strict=True):
-        copied.copy_(weight)
+    copies = dict(actor.model.named_parameters())
+    for name, weight in merged_weights(policy.model):
+        copies[name].copy_(weight)
     return actor
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from dph import distributed
 from dph.config import Config
@@ -108,7 +109,7 @@ class Attempt(AbstractContextManager[Iterator[MicroBatch]]):
         return sum(len(self.update.rows(kind)[row]) for row in group)
 
     def __enter__(self) -> Iterator[MicroBatch]:
-        self.sums = distributed.sum_gradients(list(self.model.parameters()), len(self.groups))
+        self.sums = distributed.sum_gradients(trained(self.model), len(self.groups))
         self.sums.__enter__()
         return self._micro_batches()
 
@@ -135,12 +136,17 @@ class Attempt(AbstractContextManager[Iterator[MicroBatch]]):
         return self.out_of_memory
 
 
+def trained(model: Decoder) -> list[Parameter]:
+    """The parameters that have a gradient: all, or those of the adapters alone."""
+    return [weight for weight in model.parameters() if weight.requires_grad]
+
+
 class Optimizer:
     """AdamW on the gradients that the attempts leave."""
 
     def __init__(self, model: Decoder, config: Config) -> None:
         self.model, self.config = model, config
-        self.shares = distributed.deal(model.parameters(), torch.numel)  # by the process that updates them
+        self.shares = distributed.deal(trained(model), torch.numel)  # by the process that updates them
         optim = config.optim
         self.adamw = torch.optim.AdamW(
             self.shares[distributed.rank()],
