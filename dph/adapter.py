@@ -50,8 +50,8 @@ class AdaptedLinear(nn.Module):
 
     def merged(self) -> Tensor:
         """W + s B A, (d_out, d_in), in the type of A and B; laid out in memory as W is."""
-        product: Tensor = self.lora_B.weight @ self.lora_A.weight
-        return self.weight.detach().to(product.dtype, copy=True).add_(product, alpha=self.scale)
+        a, b = self.lora_A.weight, self.lora_B.weight
+        return self.weight.detach().to(b.dtype, copy=True).addmm_(b, a, alpha=self.scale)
 
 
 @torch.no_grad()
