@@ -41,7 +41,7 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     reports = []
     base_folder: Path | None = None  # the first model's, for the others
     for path, name in zip(paths, names, strict=True):
-        policy = load_policy(path, config, device)
+        policy = load_policy(path, config, device, may_be_adapter=True)
         sets = [tokenize(task, policy.tokenizer, config) for task in tasks]
         reports.append(evaluate_model(policy, sets, config, name, base_folder))
         base_folder = base_folder or policy.folder

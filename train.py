@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from dph.checkpoint import open_run, take_over_day
-from dph.cli import config_argument, load_policy, open_task, run_command, set_up
+from dph.cli import config_argument, load_policy, open_task, prepare_training, run_command, set_up
 from dph.config import Config
 from dph.errors import UserError
 from dph.evaluation import evaluate_model
@@ -41,20 +41,19 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
         check_recorded(recorded, made)
     check_run(run, made | {"rollouts": f"those of {recorded.name}" if recorded else "sampled"})
 
-    partition, reference = None, None
+    partition = None
     if config.loss.uses_stored_answers:
         if recorded:
             take_over_partition(recorded, run)
         partition = presample(policy, prompts, config)
         stored, d_exp = len(partition.rehearsal), len(partition.exp)
         print(f"D_pef: {len(partition.pef)} prompts with {stored} answers; D_exp: {d_exp} prompts")
-    if config.loss.needs_reference:
-        reference = load_policy(config.model.path, config, device).model.requires_grad_(False)
 
     reports = []
     final = config.eval.final and eval_sets
     if final:
         reports.append(evaluate_model(policy, eval_sets, config, "base"))
+    reference = prepare_training(policy, config, device)
     Trainer(config, policy, Data(prompts, partition, reference, eval_sets, recorded)).run()
     if final:
         reports.append(evaluate_model(policy, eval_sets, config, config.run.name, policy.folder))

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from dph import distributed
+from dph.adapter import adapters, merged, merged_weights
 from dph.config import Config
 from dph.model import Decoder
 from dph.prompts import PromptSet
@@ -37,10 +38,11 @@ class Policy:
     folder: Path
 
     def weights_hash(self) -> str:
-        """SHA-256 of the weights as they are now, in float32."""
+        """SHA-256 of the weights as they are now, in float32, adapters merged."""
         digest = hashlib.sha256()
-        for weight in self.model.parameters():
-            digest.update(distributed.whole(weight.detach()).float().cpu().contiguous().numpy().data)
+        with distributed.whole_weights(self.model):
+            for _, weight in merged_weights(self.model):
+                digest.update(weight.detach().float().cpu().contiguous().numpy().data)
         return digest.hexdigest()
 
 
@@ -132,29 +134,25 @@ def score_rollouts(
 
 @torch.no_grad()
 def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
-    """Who samples: the policy itself, or a copy where its weights are sharded or fp32 is too slow.
+    """Who samples: the policy itself, or a plain copy where it has adapters, is sharded or is to sample in bf16.
 
     Args:
         actor: an older copy, which is brought up to date in place of a new one.
     """
-    sharded = distributed.is_sharded(policy.model)
-    if dtype == "fp32" and not sharded:
+    model = policy.model
+    if dtype == "fp32" and not adapters(model) and not distributed.is_sharded(model):
         return policy
-    if actor is None:
-        with torch.device("meta"):
-            model = Decoder(policy.model.config)
-        weights = {
-            name: distributed.whole(weight.detach()).to(torch.bfloat16 if dtype == "bf16" else weight.dtype, copy=True)
-            for name, weight in policy.model.named_parameters()
-        }
-        model.load_state_dict(weights, assign=True)
-        model.requires_grad_(False)
-        if policy.model.compiled:  # a copy is not
-            model.compile_layers()
-        return replace(policy, model=model)
-    for copied, weight in zip(actor.model.parameters(), policy.model.parameters(), strict=True):
-        copied.copy_(distributed.whole(weight))
-    return actor
+    with distributed.whole_weights(model):
+        if actor is not None:
+            copies = dict(actor.model.named_parameters())
+            for name, weight in merged_weights(model):
+                copies[name].copy_(weight)
+            return actor
+        held = torch.promote_types(model.head.dtype, torch.float32)
+        copy = merged(model, torch.bfloat16 if dtype == "bf16" else held)
+    if model.compiled:  # a copy is not
+        copy.compile_layers()
+    return replace(policy, model=copy)
 
 
 def autocast(model: Decoder, dtype: str) -> torch.autocast:

@@ -2,7 +2,8 @@
 
 A checkpoint is RUN/checkpoints/step-N: a model folder in Hugging Face layout with trainer.safetensors (AdamW's
 moments), state.json (the counters) and SHA256SUMS, as `sha256sum -c` reads it; one that does not hold what was written
-is never loaded. Where the model folder is in bf16, master_weights.safetensors holds the fp32 weights to go on from.
+is never loaded. Where the model folder is in bf16, master_weights.safetensors holds the fp32 weights to go on from. A
+run with adapters saves these in place of the model, in PEFT's layout (dph/adapter_folder.py).
 What all this promises, and how it is tested: docs/reliability.md.
 """
 
@@ -29,11 +30,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dph import distributed
+from dph.adapter_folder import ADAPTER_WEIGHTS, read_adapter, save_adapter
 from dph.config import Config, TrainConfig, to_toml
 from dph.config_values import read_tables
 from dph.errors import DataError, UserError, read_json
 from dph.model import Decoder
-from dph.model_folder import INDEX, WEIGHTS, load_model, save_model
+from dph.model_folder import ADAPTER_CONFIG, INDEX, WEIGHTS, load_model, save_model
 from dph.tokenizer import Tokenizer
 
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
@@ -42,7 +44,9 @@ MASTER = "master_weights.safetensors"  # the fp32 weights, in a checkpoint whose
 DAY = "chat_day.txt"  # in a run's folder
 MADE_FROM = "made_from.json"  # in a run's folder, see dph/made_from.py
 P = ParamSpec("P")
-SUMS, PARTS = "SHA256SUMS", {"model.safetensors", "config.json", "trainer.safetensors", "state.json"}
+SUMS = "SHA256SUMS"
+PARTS = {"trainer.safetensors", "state.json"}  # of every checkpoint; beside them stands a model or an adapter:
+MODEL_PARTS, ADAPTER_PARTS = {WEIGHTS, "config.json"}, {ADAPTER_WEIGHTS, ADAPTER_CONFIG}
 
 
 @dataclass
@@ -157,6 +161,13 @@ def write_bytes(path: Path, data: bytes) -> None:
         partial.write_bytes(data)
 
 
+@writer_only
+def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
+    """Writes the files that `fill` puts into a folder as a whole folder, or leaves what was."""
+    with _beside(path) as partial:
+        fill(partial)
+
+
 @writer_first()
 def copy_folder(source: Path, target: Path) -> None:
     """Copies a folder's files into another, over those of the same name."""
@@ -235,7 +246,7 @@ def save_checkpoint(
     """Writes checkpoints/step-N, N = state.step, and deletes others than the newest train.keep_last and the best."""
     home, step = run / "checkpoints", state.step
     home.mkdir(exist_ok=True)
-    weights = {name: _gathered(weight) for name, weight in model.named_parameters()}
+    weights = {name: _gathered(weight) for name, weight in model.named_parameters() if weight.requires_grad}
     moments = {
         f"{name}:{key}": _gathered(moment)
         for name, weight in model.named_parameters()
@@ -244,12 +255,10 @@ def save_checkpoint(
     if not is_writer():
         return
     with _beside(home / f"step-{step}") as partial:
-        save_model(model, partial, torch.bfloat16 if train.save_dtype == "bf16" else None, weights)
-        if train.save_dtype == "bf16":
-            write_tensors(partial / MASTER, weights)
-        # Tools that read every .safetensors of a folder, vLLM for one, keep to an index where there is one.
-        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}
-        write_text(partial / INDEX, json.dumps(index, indent=1) + "\n")
+        if model.base:
+            save_adapter(model, weights, partial)
+        else:
+            _save_whole(model, weights, partial, train.save_dtype)
         tokenizer.save(partial)
         write_tensors(partial / "trainer.safetensors", moments)
         write_text(partial / "state.json", json.dumps(asdict(state), indent=1) + "\n")
@@ -259,6 +268,16 @@ def save_checkpoint(
     kept = [p for p in checkpoints(run) if _step(p) <= step][-train.keep_last :]  # what is newer was not whole
     for other in {*checkpoints(run), *home.glob("step-*.partial")} - {*kept, home / best}:
         _remove(other)
+
+
+def _save_whole(model: Decoder, weights: Mapping[str, Tensor], folder: Path, dtype: str) -> None:
+    """Writes the model's folder; in bf16 the fp32 weights to go on from stand beside."""
+    save_model(model, folder, torch.bfloat16 if dtype == "bf16" else None, weights)
+    if dtype == "bf16":
+        write_tensors(folder / MASTER, weights)
+    # Tools that read every .safetensors of a folder, vLLM for one, keep to an index where there is one.
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}
+    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -276,7 +295,8 @@ def newest_checkpoint(run: Path) -> Path | None:
     for folder in reversed(found):
         try:
             sums = dict(line.split()[::-1] for line in (folder / SUMS).read_text(encoding="utf-8").splitlines())
-            wrong = sorted({name for name in sums if _sha256(folder / name) != sums[name]} | PARTS - sums.keys())
+            parts = PARTS | (ADAPTER_PARTS if ADAPTER_CONFIG in sums else MODEL_PARTS)
+            wrong = sorted({name for name in sums if _sha256(folder / name) != sums[name]} | parts - sums.keys())
         except (OSError, ValueError) as error:
             wrong = [str(error)]
         if not wrong:
@@ -295,13 +315,17 @@ def _sha256(path: Path) -> str:
 @torch.no_grad()
 def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> State:
     """Copies a checkpoint's weights and moments into place and returns its state."""
-    if (folder / MASTER).is_file():
+    if model.base:
+        saved = read_adapter(folder, model)
+    elif (folder / MASTER).is_file():
         saved = load_file(folder / MASTER)
     else:
         saved = load_model(folder, next(model.parameters()).dtype).state_dict()
     moments = load_file(folder / "trainer.safetensors")
     for name, weight in model.named_parameters():
-        weight.copy_(distributed.part_of(saved[name], weight))
+        if name not in saved:  # of the frozen base
+            continue
+        weight.copy_(distributed.part_of(saved[name].to(weight.device), weight))
         prefix = f"{name}:"
         kept = {key.removeprefix(prefix): x for key, x in moments.items() if key.startswith(prefix)}
         if kept:

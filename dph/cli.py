@@ -13,15 +13,16 @@ import torch
 from tqdm import tqdm
 
 from dph import distributed
+from dph.adapter import add_adapters, check_rank
+from dph.adapter_folder import load_merged
 from dph.answering import Policy
 from dph.checkpoint import chat_day, writer_first
 from dph.config import Config, describe, load_config
 from dph.errors import UserError
-from dph.model_folder import check_model_folder, load_model
+from dph.model import Decoder
+from dph.model_folder import check_model_folder, find_model, load_model
 from dph.tasks import Task, load_task
 from dph.tokenizer import load_tokenizer
-
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]  # what is fetched of a model
 
 
 def config_argument(parser: argparse.ArgumentParser, **options: Any) -> None:
@@ -122,28 +123,19 @@ def resolve_model(path: str, config: Config) -> Path:
         from dph.miniature_base import build_base
 
         return build_base(Path(config.run.folder), config.run.seed, config.run.threads)
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise UserError(f"model.path = {path!r}: is a file; a model is a folder in Hugging Face layout")
-    if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
-        raise UserError(f"model.path = {path!r}: no such folder")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=HUB_FILES))
-    except Exception as error:  # the hub's own errors, the network's, the disk's: one advice for all
-        why = f"is no folder and could not be fetched from the hub ({type(error).__name__})"
-        raise UserError(f"model.path = {path!r} {why}; download it elsewhere and give its folder") from error
+    return find_model(path)
 
 
-def load_policy(path: str, config: Config, device: torch.device) -> Policy:
-    """Model and tokenizer of `path`, in fp32 on `device`; what can be refused at a glance is, before weights load."""
+def load_policy(path: str, config: Config, device: torch.device, may_be_adapter: bool = False) -> Policy:
+    """Model and tokenizer of `path`, in fp32 on `device`; what can be refused at a glance is, before weights load.
+
+    Args:
+        may_be_adapter: whether the folder may hold an adapter alone, as a checkpoint does: it is merged into its base.
+    """
     folder = resolve_model(path, config)
-    check_model_folder(folder)
+    check_model_folder(folder, may_be_adapter)
     tokenizer = load_tokenizer(folder, config.data.template, chat_day(config.run_folder))
-    model = load_model(folder, torch.float32, device)
+    model = load_merged(folder, torch.float32, device) if may_be_adapter else load_model(folder, torch.float32, device)
     if tokenizer.vocab_size > model.config.vocab_size:  # the other way round is padding
         sizes = f"{tokenizer.vocab_size} tokens in the tokenizer, {model.config.vocab_size} in the model"
         raise UserError(f"{folder}: {sizes}")
@@ -151,9 +143,27 @@ def load_policy(path: str, config: Config, device: torch.device) -> Policy:
         size = model.config.vocab_size
         most = f"{size - 1}: {folder} has {size} tokens"
         raise UserError(f"presample.stored_top_k = {config.presample.stored_top_k} should be at most {most}")
+    check_rank(model, config.model.adapter_rank)
     if config.model.compile:
         model.compile_layers()
     return Policy(model, tokenizer, folder)
+
+
+def prepare_training(policy: Policy, config: Config, device: torch.device) -> Decoder | None:
+    """Puts the config's adapters on the initial policy; returns pi_ref where the loss needs it in memory, else None.
+
+    With adapters pi_ref is the policy's own model, see `adapter.as_reference`; without them it is a second one.
+    """
+    path, model = config.model.path, config.model
+    if model.adapter_rank:
+        on_the_hub = path != "miniature" and not Path(path).expanduser().is_dir()
+        base = path if on_the_hub else str(policy.folder.resolve())
+        add_adapters(policy.model, model.adapter_rank, model.adapter_alpha, base, config.run.seed)
+    if not config.loss.needs_reference:
+        return None
+    if model.adapter_rank:
+        return policy.model
+    return load_policy(path, config, device).model.requires_grad_(False)
 
 
 @writer_first()

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dph.adapter import as_reference
 from dph.answering import TRAIN, Answer, Policy, acting, answer, autocast, sampling_settings, score_rollouts
 from dph.checkpoint import State, write_tensors
 from dph.config import Config
@@ -161,8 +162,8 @@ class Collector:
         if self.reference is None:
             return
         rollouts = experience.pef_rollouts if self.config.loss.answers_pef_prompts else experience.rollouts
-        with autocast(self.policy.model, self.config.run.dtype):
-            scored = score_rollouts(self.reference, rollouts, *self._how_to_score())
+        with as_reference(self.reference) as pi_ref, autocast(pi_ref, self.config.run.dtype):
+            scored = score_rollouts(pi_ref, rollouts, *self._how_to_score())
         for rollout, by_reference in zip(rollouts, scored, strict=True):
             rollout.ref_logprobs = by_reference.logprobs
 

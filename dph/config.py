@@ -44,6 +44,8 @@ class ModelSection:
 
     path: str = key("miniature", "folder in Hugging Face layout, a hub name, or 'miniature' (trained on demand)")
     compile: bool = key(False, "torch.compile the layers (needs a C++ compiler on a CPU)")
+    adapter_rank: int = key(0, "r: train LoRA adapters of this rank in place of the weights; 0 trains these", low=0)
+    adapter_alpha: float = key(32.0, "alpha: adapters add (alpha / r) B A x", low=0.01)
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,8 @@ def _check(config: Config) -> None:
          "anew; take one of the two"),
         (not config.eval.k or max(config.eval.k) <= config.eval.samples,
          f"eval.k = {list(config.eval.k)} should not exceed eval.samples = {config.eval.samples}"),
+        (not config.model.adapter_rank or train.save_dtype == "fp32",
+         "train.save_dtype = 'bf16' is for whole weights; with model.adapter_rank checkpoints hold adapters, in fp32"),
         (len(set(config.data.eval)) == len(config.data.eval),
          f"data.eval = {list(config.data.eval)} should name each set once"),
         (config.run.name not in ("", ".", "..") and "/" not in config.run.name and config.run.name.isprintable(),

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from dph.adapter import as_reference
+from dph.adapter_folder import load_merged
 from dph.answering import EVALUATE, Answer, Policy, acting, answer, autocast, sampling_settings, score_rollouts
 from dph.checkpoint import write_text
 from dph.config import Config
@@ -22,7 +24,6 @@ from dph.divergences import EXP_LIMIT
 from dph.errors import UserError, read_json
 from dph.made_from import answer_settings, changed, made_from, model_hash
 from dph.model import Decoder
-from dph.model_folder import load_model
 from dph.prompts import PromptSet
 from dph.rollouts import Rollout
 from dph.tokenizer import load_tokenizer
@@ -114,10 +115,12 @@ def kl_to_base(policy: Decoder, base: Decoder, rollouts: Sequence[Rollout], conf
     """
     how = config.eval.temperature, config.train.microbatch_tokens
     with autocast(policy, config.run.dtype):
-        scored = zip(score_rollouts(policy, rollouts, *how), score_rollouts(base, rollouts, *how), strict=True)
+        by_policy = score_rollouts(policy, rollouts, *how)
+        with as_reference(base) as pi_ref:
+            by_base = score_rollouts(pi_ref, rollouts, *how)
     totals: dict[int, float] = defaultdict(float)
     tokens: dict[int, int] = defaultdict(int)
-    for rollout, (new, old) in zip(rollouts, scored, strict=True):
+    for rollout, new, old in zip(rollouts, by_policy, by_base, strict=True):
         log_u = np.array(new.logprobs) - np.array(old.logprobs)
         totals[rollout.prompt] += float((np.expm1(np.minimum(-log_u, EXP_LIMIT)) + log_u).sum())
         tokens[rollout.prompt] += len(rollout.tokens)
@@ -125,9 +128,14 @@ def kl_to_base(policy: Decoder, base: Decoder, rollouts: Sequence[Rollout], conf
 
 
 def load_base(policy: Policy, folder: Path) -> Decoder:
-    """The initial policy, to be compared with; of the policy's type, on its device."""
+    """The initial policy, to be compared with; of the policy's type, on its device.
+
+    A policy with adapters on the model of this folder is that one itself, see `adapter.as_reference`.
+    """
+    if policy.model.base and folder == policy.folder:
+        return policy.model
     weight = policy.model.head
-    return load_model(folder, weight.dtype, weight.device).requires_grad_(False)
+    return load_merged(folder, weight.dtype, weight.device).requires_grad_(False)
 
 
 def _problem(index: int, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -184,7 +192,8 @@ def evaluate_model(
     base, compared_with = None, {}
     if base_folder is not None and load_tokenizer(base_folder).vocabulary == policy.tokenizer.vocabulary:
         base = load_base(policy, base_folder)
-        compared_with["base"] = model_hash(replace(policy, model=base))
+        with as_reference(base) as pi_ref:
+            compared_with["base"] = model_hash(replace(policy, model=pi_ref))
     old, model = read_json(path, optional=True).get("sets", {}), model_hash(policy)
     report: dict[str, Any] = {"model": name, "sets": {}}
     for data in sets:

@@ -80,7 +80,7 @@ def inspect(run: Path, prompts: int = 12, divergence: str = "") -> Path:
         raise UserError(f"{run}: holds no checkpoint yet; see train.save_every")
     device = set_up(config)
     task = open_task(config.data.train, config)
-    policy = load_policy(str(checkpoint), config, device)
+    policy = load_policy(str(checkpoint), config, device, may_be_adapter=True)
     reference = load_policy(config.model.path, config, device)
     data = tokenize(task, policy.tokenizer, config)
     made = made_from(reference, data, run_settings(config))

@@ -279,6 +279,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config, self.model, self.compiled = config, Trunk(config), False
+        self.base = ""  # under adapters (dph/adapter.py): the folder or hub name of the model that they change
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, False)
         # No buffer: it stays float32 when the model is cast, and real when the model is built on the meta device.
         self.frequencies, self.attention_factor = rope_frequencies(config)

@@ -19,6 +19,8 @@ from dph.errors import UserError, read_json
 from dph.model import Decoder, Device, ModelConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # beside an adapter's weights, see dph/adapter_folder.py
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]  # what is fetched of a model
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins; it is shorter than 1,024 bytes
 OTHER_WEIGHTS = {  # files that hold weights in another format, and the way out
@@ -31,6 +33,28 @@ OTHER_WEIGHTS = {  # files that hold weights in another format, and the way out
     "*.onnx": "ONNX; take the folder that they were made from",
     "*.safetensors": "of another name; a file must be called so, or be named by an index of shards",
 }
+
+
+def find_model(path: str, named: str = "model.path") -> Path:
+    """The folder of a model: itself, or a hub name's download.
+
+    Args:
+        named: what gives the path, for the line that a UserError says where there is none.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{named} = {path!r}: is a file; a model is a folder in Hugging Face layout")
+    if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
+        raise UserError(f"{named} = {path!r}: no such folder")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=HUB_FILES))
+    except Exception as error:  # the hub's own errors, the network's, the disk's: one advice for all
+        why = f"is no folder and could not be fetched from the hub ({type(error).__name__})"
+        raise UserError(f"{named} = {path!r} {why}; download it elsewhere and give its folder") from error
 
 
 def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> Decoder:
@@ -50,7 +74,7 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: D
     weights: dict[str, Tensor] = {}
     files: dict[str, Path] = {}  # where each tensor comes from
     for file in _weight_files(folder):
-        found = _read_tensors(file)
+        found = read_tensors(file)
         weights |= found
         files |= dict.fromkeys(found, file)
     head = weights.pop("lm_head.weight", None) if config.tie_word_embeddings else None  # some store it all the same
@@ -94,10 +118,13 @@ def save_model(
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, adapter: bool = False) -> None:
     """Raises a UserError where a folder holds something else than a whole model: it says what, and the way out.
 
     It looks at names and first bytes only, so that it may come before anything is loaded.
+
+    Args:
+        adapter: whether an adapter alone is right, too (dph/adapter_folder.py).
     """
     _refuse_a_run(folder)
     names = sorted(file.name for file in folder.glob("*") if file.is_file())
@@ -105,16 +132,18 @@ def check_model_folder(folder: Path) -> None:
         if _is_pointer(folder / name):
             raise UserError(f"{folder / name}: is a git-lfs pointer, not the file; `git lfs pull` there fetches it")
     whole = WEIGHTS in names or INDEX in names
-    if "adapter_config.json" in names:
-        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    if ADAPTER_CONFIG in names:
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if whole:
             raise UserError(
-                f"{folder}: holds an adapter of {base!r} (adapter_config.json) beside whole weights, and other tools "
+                f"{folder}: holds an adapter of {base!r} ({ADAPTER_CONFIG}) beside whole weights, and other tools "
                 "would load both; merge it, or move it to a folder of its own"
             )
+        if adapter:
+            return
         raise UserError(
-            f"{folder}: holds an adapter of {base!r}, not a whole model; merge it with peft: "
-            "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW)"
+            f"{folder}: holds an adapter of {base!r}, not a whole model; this makes one: "
+            f"python -m dph.adapter merge {folder} OUT"
         )
     if whole:
         return
@@ -155,7 +184,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / file for file in files]
 
 
-def _read_tensors(file: Path) -> dict[str, Tensor]:
+def read_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors as they are stored, still in the mapped file."""
     try:
         found = load_file(file)

@@ -104,11 +104,13 @@ class _Head(torch.autograd.Function):
         return logprobs, rest, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_rest: Tensor, grad_entropy: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Gradients for states (N, D) and weight (V, D), from those for what `forward` returns."""
+    def backward(
+        ctx: Any, grad: Tensor, grad_rest: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None]:
+        """Gradients for states (N, D) and weight (V, D; None: frozen), from those for what `forward` returns."""
         states, weight, ids, log_z, rest, entropy = ctx.saved_tensors
         matrix = weight.to(ctx.cast)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_states = []
         columns = (states.to(ctx.cast), ids, log_z, rest, entropy, grad, grad_rest, grad_entropy)
         for chunk, chosen, log_z_n, rest_n, entropy_n, grad_n, grad_rest_n, grad_entropy_n in _chunks(
@@ -125,6 +127,8 @@ class _Head(torch.autograd.Function):
             dz = logprobs.exp_().mul_(-pull).scatter_add_(1, chosen, grad_n)  # (n, V)
             dz = (dz if to_rest is None else dz.add_(to_rest)).to(ctx.cast)
             grad_states.append(dz @ matrix)
+            if grad_weight is None:
+                continue
             if ctx.cast == weight.dtype:
                 grad_weight.addmm_(dz.T, chunk)
             else:

@@ -158,7 +158,7 @@ class Optimizer:
             distributed.shard(model, model.model.layers)
         optim = config.optim
         self.adamw = torch.optim.AdamW(
-            model.parameters(),
+            [weight for weight in model.parameters() if weight.requires_grad],
             lr=optim.lr,
             betas=(optim.betas[0], optim.betas[1]),
             weight_decay=optim.weight_decay,

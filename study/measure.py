@@ -63,7 +63,7 @@ def measure(study: Study, run: Run) -> None:
     else:
         newest = newest_checkpoint(config.run_folder)
         assert newest is not None, f"{config.run_folder} holds no checkpoint"
-        policy = load_policy(str(newest), config, device)
+        policy = load_policy(str(newest), config, device, may_be_adapter=True)
         found |= _of_training(config.run_folder)
         usage = read_json(config.run_folder / "usage.json")
     found["sets"] = {role: _answers(policy, each, config) for role, each in study.sets.items()}

@@ -289,6 +289,9 @@ case("an adapter in place of a model", damage=lambda: (Path("model/model.safeten
 case("an adapter without a tokenizer", "--model.path=adapter",
      damage=writes("adapter/adapter_config.json", '{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}'))  # fmt: skip
 case("an adapter beside whole weights", damage=ADAPTER)
+case("adapters of a higher rank than a matrix has", "--model.adapter_rank=17")
+case("adapters without weight", "--model.adapter_rank=4", "--model.adapter_alpha=0")
+case("checkpoints of adapters in bf16", "--model.adapter_rank=4", "--train.save_dtype=bf16")
 case("a run in place of a model", "--model.path=runs/old", damage=old_run)
 case("its checkpoints in place of a model", "--model.path=runs/old/checkpoints", damage=old_run)
 case(

@@ -165,6 +165,33 @@ def test_a_truncated_row_is_named_by_file_and_line(call: Call, config: Path, tmp
     assert not (tmp_path / "runs" / "small").exists()
 
 
+def test_a_run_with_adapters_is_made_continued_and_evaluated(call: Call, config: Path, tmp_path: Path) -> None:
+    adapters = ("--model.adapter_rank=4", "--loss.samples=both")
+    code, out, err = call("train", config, *adapters, "--train.steps=1")
+    assert code == 0, err
+    assert call("train", config, *adapters)[0] == 0
+    step = tmp_path / "runs" / "small" / "checkpoints" / "step-2"
+    assert (step / "adapter_model.safetensors").is_file()
+    code, out, err = call("evaluate", config, *adapters)
+    assert code == 0, err
+    assert "step-2" in out
+    code, out, err = call("evaluate", config, tmp_path / "model", step, *adapters)
+    assert code == 0, err
+    code, _, err = call("train", config, f"--model.path={step}", "--run.name=next")
+    assert code == 2
+    assert f"python -m dph.adapter merge {step} OUT" in err
+
+
+def test_the_last_evaluation_of_a_run_with_adapters_stands_for_its_checkpoint(
+    call: Call, config: Path, tmp_path: Path
+) -> None:
+    assert call("train", config, "--model.adapter_rank=4")[0] == 0
+    evaluation = tmp_path / "runs" / "small" / "evaluation"
+    (evaluation / "small.json").rename(evaluation / "step-2.json")
+    _, out, _ = call("evaluate", config, "--model.adapter_rank=4")
+    assert "answered again" not in out
+
+
 def test_another_run_in_the_folder_is_refused_by_its_keys(call: Call, config: Path) -> None:
     assert call("train", config)[0] == 0
     code, _, err = call("train", config, "--loss.eta=0.2")

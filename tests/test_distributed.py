@@ -28,6 +28,7 @@ METHODS: dict[str, list[str]] = {
     "grpo": [],
     "dph_js": [*JS, "--train.microbatch_tokens=60"],
     "definition": [*JS, "--loss.samples=both"],
+    "adapters": [*JS, "--model.adapter_rank=2"],
     "rkl": ["--loss.divergence=reverse_kl", "--loss.samples=own", "--loss.eta=0.1", "--loss.entropy=0.01"],
 }
 

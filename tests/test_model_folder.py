@@ -77,7 +77,7 @@ KINDS: dict[str, tuple[list[Callable[[Path], None]], str]] = {
     "another name": ([rename("model.safetensors", "consolidated.safetensors")], r"holds consolidated\.safetensors"),
     "an adapter": (
         [remove(*PARTS), ADAPTER, put("adapter_model.safetensors", "")],
-        r"an adapter of 'Qwen/Qwen2\.5-0\.5B', not a whole model; .*merge_and_unload",
+        r"an adapter of 'Qwen/Qwen2\.5-0\.5B', not a whole model; .*: python -m dph\.adapter merge .*model OUT",
     ),
     "an adapter without tokenizer": ([remove(*PARTS, *TOKENIZER), ADAPTER], r"an adapter of .*, not a whole model"),
     "an adapter beside whole weights": ([ADAPTER], r"an adapter of .* beside whole weights"),

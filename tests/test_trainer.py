@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 
 from dph.answering import Policy, autocast, score_rollouts
 from dph.checkpoint import open_run
+from dph.cli import prepare_training
 from dph.collector import Experience, shuffled
 from dph.config import Config, load_config
 from dph.divergences import GENERATORS
@@ -61,6 +63,7 @@ def trainer(folder: Path, *more: str, pef: int = 4, seed: int = 0, recorded: Pat
     data = tokenize(WordTask(), policy.tokenizer, settings)
     how = SamplingSettings((9, 9, 9), policy.tokenizer.end_ids, 8)
     stored = sample(policy.model, data.prompts[:pef], [range(2)] * pef, how)
+    named = replace(settings, model=replace(settings.model, path=str(path)))
     partition = Partition(list(range(pef)), list(range(pef, len(data.prompts))), stored)
     return Trainer(
         settings,
@@ -68,7 +71,7 @@ def trainer(folder: Path, *more: str, pef: int = 4, seed: int = 0, recorded: Pat
         Data(
             prompts=data,
             partition=partition if settings.loss.uses_stored_answers else None,
-            reference=load_model(path) if settings.loss.needs_reference else None,
+            reference=prepare_training(policy, named, torch.device("cpu")),
             recorded=recorded,
         ),
     )
