@@ -29,6 +29,7 @@ from dph.rollouts import Rollout
 from dph.tokenizer import load_tokenizer
 
 RESAMPLES = 1000
+FAILED = ("timeout", "grader_error", "data_error")  # outcomes that say nothing about the answer
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -40,14 +41,17 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         raise ValueError(f"pass@{k} needs at least {k} samples, not {samples}")
     if samples - correct < k:
         return 1.0
-    return 1.0 - float(np.prod(1.0 - k / np.arange(samples - correct + 1, samples + 1)))
+    factors = 1.0 - k / np.arange(samples - correct + 1, samples + 1)
+    return 1.0 - float(np.prod(factors))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % bootstrap interval of the mean over problems, from a fixed stream of resamples."""
     data = np.asarray(values, dtype=np.float64)
-    picks = np.random.default_rng(0).integers(len(data), size=(RESAMPLES, len(data)))
-    low, high = np.quantile(data[picks].mean(1), [0.025, 0.975])
+    stream = np.random.default_rng(0)
+    picks = stream.integers(len(data), size=(RESAMPLES, len(data)))
+    means = data[picks].mean(1)  # (RESAMPLES,)
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 
@@ -60,11 +64,17 @@ def keep_explore(base: Mapping[int, int], new: Mapping[int, int]) -> tuple[float
     Returns: keep = solved by both / solved by base; explore = solved by the new one alone / not solved by base. NaN
         where a denominator is 0.
     """
-    solved = [p for p in base if p in new and base[p] > 0]
-    unsolved = [p for p in base if p in new and base[p] == 0]
-    keep = sum(new[p] > 0 for p in solved) / len(solved) if solved else float("nan")
-    explore = sum(new[p] > 0 for p in unsolved) / len(unsolved) if unsolved else float("nan")
-    return keep, explore
+    both = [problem for problem in base if problem in new]
+    solved = [problem for problem in both if base[problem] > 0]
+    unsolved = [problem for problem in both if base[problem] == 0]
+    return _share_solved(solved, new), _share_solved(unsolved, new)
+
+
+def _share_solved(problems: Sequence[int], correct: Mapping[int, int]) -> float:
+    """The share of these problems with a correct answer; NaN of none."""
+    if not problems:
+        return float("nan")
+    return sum(correct[problem] > 0 for problem in problems) / len(problems)
 
 
 def evaluate(
@@ -84,26 +94,29 @@ def evaluate(
     Returns: {"source", "n", "problems": [{"prompt", "correct", "greedy", ...}]}, and the sampled answers.
     """
     actor = acting(policy, config.run.dtype)
-    drawn: dict[int, list[Answer]] = {prompt.index: [] for prompt in data.prompts}
-    best: dict[int, float] = {}
     settings = sampling_settings(config, policy, EVALUATE, top_p=config.eval.top_p)
-    with tqdm(total=len(drawn) * (samples + greedy), desc=data.task.name, unit="answer", disable=not bar) as progress:
-        for temperature, numbers in ((config.eval.temperature, range(samples)), (0.0, range(int(greedy)))):
-            how = replace(settings, temperature=temperature)
-            for got in answer(actor, data, [numbers] * len(drawn), how):
+    at_random = replace(settings, temperature=config.eval.temperature)
+    greedily = replace(settings, temperature=0.0)
+    count = len(data.prompts)
+    drawn: dict[int, list[Answer]] = {prompt.index: [] for prompt in data.prompts}
+    best: dict[int, Answer] = {}
+    with tqdm(total=count * (samples + greedy), desc=data.task.name, unit="answer", disable=not bar) as progress:
+        for got in answer(actor, data, [range(samples)] * count, at_random):
+            drawn[got.rollout.prompt].append(got)
+            progress.update()
+        if greedy:
+            for got in answer(actor, data, [range(1)] * count, greedily):
+                best[got.rollout.prompt] = got
                 progress.update()
-                if temperature:
-                    drawn[got.rollout.prompt].append(got)
-                else:
-                    best[got.rollout.prompt] = float(got.reward.value == 1)
-    problems = [_problem(index, answers) for index, answers in drawn.items()]
-    if greedy:
-        problems = [{**problem, "greedy": best[problem["prompt"]]} for problem in problems]
-    everything = [a for answers in drawn.values() for a in answers]
+    problems = {index: _problem(index, answers) for index, answers in drawn.items()}
+    for index, got in best.items():
+        problems[index]["greedy"] = float(got.reward.value == 1)
+    everything = [each for answers in drawn.values() for each in answers]
     if base is not None:
-        distances = kl_to_base(policy.model, base, [a.rollout for a in everything], config)
-        problems = [{**problem, "kl_to_base": distances[problem["prompt"]]} for problem in problems]
-    return {"source": data.task.name, "n": samples, "problems": problems}, everything
+        distances = kl_to_base(policy.model, base, [each.rollout for each in everything], config)
+        for index, distance in distances.items():
+            problems[index]["kl_to_base"] = distance
+    return {"source": data.task.name, "n": samples, "problems": list(problems.values())}, everything
 
 
 def kl_to_base(policy: Decoder, base: Decoder, rollouts: Sequence[Rollout], config: Config) -> dict[int, float]:
@@ -113,16 +126,18 @@ def kl_to_base(policy: Decoder, base: Decoder, rollouts: Sequence[Rollout], conf
     the mean of e^-l - 1 + l, l = log(pi_theta / pi_ref): without bias where answers are drawn at eval.top_p = 1, never
     negative, and of low variance (k3 as a value; as a loss it is another thing, see docs/equations.md).
     """
-    how = config.eval.temperature, config.train.microbatch_tokens
+    temperature = config.eval.temperature
+    budget = config.train.microbatch_tokens
     with autocast(policy, config.run.dtype):
-        by_policy = score_rollouts(policy, rollouts, *how)
+        by_policy = score_rollouts(policy, rollouts, temperature, budget)
         with as_reference(base) as pi_ref:
-            by_base = score_rollouts(pi_ref, rollouts, *how)
+            by_base = score_rollouts(pi_ref, rollouts, temperature, budget)
     totals: dict[int, float] = defaultdict(float)
     tokens: dict[int, int] = defaultdict(int)
     for rollout, new, old in zip(rollouts, by_policy, by_base, strict=True):
-        log_u = np.array(new.logprobs) - np.array(old.logprobs)
-        totals[rollout.prompt] += float((np.expm1(np.minimum(-log_u, EXP_LIMIT)) + log_u).sum())
+        log_u = np.array(new.logprobs) - np.array(old.logprobs)  # (T,)
+        k3 = np.expm1(np.minimum(-log_u, EXP_LIMIT)) + log_u
+        totals[rollout.prompt] += float(k3.sum())
         tokens[rollout.prompt] += len(rollout.tokens)
     return {prompt: totals[prompt] / tokens[prompt] for prompt in totals}
 
@@ -139,15 +154,19 @@ def load_base(policy: Policy, folder: Path) -> Decoder:
 
 
 def _problem(index: int, answers: Sequence[Answer]) -> dict[str, Any]:
-    tokens = sum(len(a.rollout.tokens) for a in answers)
+    """What is counted of the n answers to one problem."""
+    n = len(answers)
+    tokens = sum(len(each.rollout.tokens) for each in answers)
+    logprob = sum(sum(each.rollout.logprobs) for each in answers)
+    failed = sum(each.reward.outcome in FAILED for each in answers)
     return {
         "prompt": index,
-        "correct": sum(bool(a.reward.value == 1) for a in answers),
-        "distinct": len({a.text for a in answers}),
-        "tokens": tokens / len(answers),
-        "entropy": -sum(sum(a.rollout.logprobs) for a in answers) / tokens,
-        "truncated": sum(not a.rollout.finished for a in answers) / len(answers),
-        "errors": sum(a.reward.outcome in ("timeout", "grader_error", "data_error") for a in answers) / len(answers),
+        "correct": sum(bool(each.reward.value == 1) for each in answers),
+        "distinct": len({each.text for each in answers}),
+        "tokens": tokens / n,
+        "entropy": -logprob / tokens,
+        "truncated": sum(not each.rollout.finished for each in answers) / n,
+        "errors": failed / n,
     }
 
 
@@ -156,11 +175,17 @@ def summarise(result: Mapping[str, Any], ks: Sequence[int]) -> dict[str, Any]:
 
     mean@n is pass@1; `entropy` is nats a token, estimated by -log pi of what was sampled.
     """
-    problems, n = result["problems"], result["n"]
-    scores = {f"pass@{k}": [pass_at_k(n, p["correct"], k) for p in problems] for k in sorted({1, *ks}) if k <= n}
+    problems = result["problems"]
+    n = result["n"]
+    scores: dict[str, list[float]] = {}  # of each problem
     if all("greedy" in p for p in problems):
-        scores = {"greedy": [p["greedy"] for p in problems], **scores}
-    summary: dict[str, Any] = {name: [float(np.mean(v)), *interval(v)] for name, v in scores.items()}
+        scores["greedy"] = [p["greedy"] for p in problems]
+    for k in sorted({1, *ks}):
+        if k <= n:
+            scores[f"pass@{k}"] = [pass_at_k(n, p["correct"], k) for p in problems]
+    summary: dict[str, Any] = {}
+    for name, values in scores.items():
+        summary[name] = [float(np.mean(values)), *interval(values)]
     for name in ("distinct", "tokens", "entropy", "truncated", "errors", "kl_to_base"):
         if all(name in p for p in problems):
             summary[name] = float(np.mean([p[name] for p in problems]))
@@ -189,12 +214,14 @@ def evaluate_model(
         "temperature": config.eval.temperature,
         "top_p": config.eval.top_p,
     }
-    base, compared_with = None, {}
+    base = None
+    compared_with: dict[str, str] = {}
     if base_folder is not None and load_tokenizer(base_folder).vocabulary == policy.tokenizer.vocabulary:
         base = load_base(policy, base_folder)
         with as_reference(base) as pi_ref:
             compared_with["base"] = model_hash(replace(policy, model=pi_ref))
-    old, model = read_json(path, optional=True).get("sets", {}), model_hash(policy)
+    old = read_json(path, optional=True).get("sets", {})
+    model = model_hash(policy)
     report: dict[str, Any] = {"model": name, "sets": {}}
     for data in sets:
         result = old.get(data.task.name, {})
@@ -203,7 +230,8 @@ def evaluate_model(
         if result and differs:
             print(f"{path}: {data.task.name}: made with other {differs}; answered again")
         if differs:
-            result = {**evaluate(policy, data, config, n, greedy, base)[0], "fingerprint": made}
+            result, _ = evaluate(policy, data, config, n, greedy, base)
+            result["fingerprint"] = made
             data.task.close()
         report["sets"][data.task.name] = {**result, "summary": summarise(result, config.eval.k)}
         write_text(path, json.dumps(report) + "\n")

@@ -31,14 +31,17 @@ def group_advantages(rewards: Tensor, groups: Tensor, divide_by_std: bool = True
     """
     _, index, counts = torch.unique(groups, return_inverse=True, return_counts=True)
     zeros = torch.zeros_like(counts, dtype=rewards.dtype)
-    mean = zeros.index_add(0, index, rewards) / counts
-    centred: Tensor = rewards - mean[index]
+    sums = zeros.index_add(0, index, rewards)  # (groups,)
+    mean = sums / counts
     highest = zeros.scatter_reduce(0, index, rewards, "amax", include_self=False)
     lowest = zeros.scatter_reduce(0, index, rewards, "amin", include_self=False)
-    centred = torch.where((highest == lowest)[index], 0.0, centred)  # else rounding of the mean would be amplified
+    all_equal = highest == lowest
+    centred: Tensor = rewards - mean[index]  # (B,)
+    centred = torch.where(all_equal[index], 0.0, centred)  # else rounding of the mean would be amplified
     if not divide_by_std:
         return centred
-    std = (zeros.index_add(0, index, centred.square()) / counts).sqrt()
+    sums_of_squares = zeros.index_add(0, index, centred.square())
+    std = (sums_of_squares / counts).sqrt()
     normalised: Tensor = centred / (std[index] + epsilon)
     return normalised
 
@@ -60,10 +63,12 @@ def clipped_loss(
         dual_clip: c > 1 bounds the loss of a negative advantage by -c A (arXiv 1912.09729); 0 is off.
     """
     advantages = advantages[:, None]  # (B, 1)
-    ratio = torch.exp(saturate(_log_ratio(logprobs, old_logprobs, mask)))  # (B, T)
-    loss = -torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    ratio = _ratio(logprobs, old_logprobs, mask)  # (B, T)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.min(ratio * advantages, clipped * advantages)
     if dual_clip:
-        loss = torch.where(advantages < 0, torch.min(loss, -dual_clip * advantages), loss)
+        bounded = torch.min(loss, -dual_clip * advantages)
+        loss = torch.where(advantages < 0, bounded, loss)
     return torch.where(mask, loss, 0.0)
 
 
@@ -71,9 +76,11 @@ def clipped_fractions(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """Where E4's clip stops the gradient, (B, T) booleans: below (A < 0, rho < 1 - clip_low) and above (A > 0)."""
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    ratio, advantages = torch.exp(saturate(log_ratio)), advantages[:, None]
-    return mask & (advantages < 0) & (ratio < 1 - clip_low), mask & (advantages > 0) & (ratio > 1 + clip_high)
+    advantages = advantages[:, None]  # (B, 1)
+    ratio = _ratio(logprobs, old_logprobs, mask)  # (B, T)
+    below = (advantages < 0) & (ratio < 1 - clip_low)
+    above = (advantages > 0) & (ratio > 1 + clip_high)
+    return mask & below, mask & above
 
 
 def rehearsal_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, divergence: Divergence) -> Tensor:
@@ -107,14 +114,16 @@ def stored_distribution_loss(
     """
     log_u = _log_ratio(top, ref_top, mask[..., None])  # (B, T, K)
     log_u_rest = _log_ratio(rest, ref_rest, mask)  # (B, T)
-    weights, rest_weight = ref_top.exp(), ref_rest.exp()
-    values = (weights * divergence.f(log_u)).sum(-1) + rest_weight * divergence.f(log_u_rest)
-    return torch.where(mask, values, 0.0)
+    of_top = ref_top.exp() * divergence.f(log_u)  # (B, T, K): pi_ref(a) f(u)
+    of_rest = ref_rest.exp() * divergence.f(log_u_rest)  # (B, T)
+    return torch.where(mask, of_top.sum(-1) + of_rest, 0.0)
 
 
 def js_reference_half(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """1/2 KL(pi_ref || m) on stored answers, per token: the first half of JS by its definition (E8)."""
-    return torch.where(mask, 0.5 * (math.log(2) - F.softplus(_log_ratio(logprobs, ref_logprobs, mask))), 0.0)
+    log_u = _log_ratio(logprobs, ref_logprobs, mask)
+    values = 0.5 * (math.log(2) - F.softplus(log_u))
+    return torch.where(mask, values, 0.0)
 
 
 def js_own_half(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ratio_cap: float) -> Tensor:
@@ -124,9 +133,11 @@ def js_own_half(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, ma
     by `importance_weights`.
     """
     log_u = _log_ratio(logprobs, ref_logprobs, mask).detach()
-    weight = math.log(2) - F.softplus(-log_u) + torch.sigmoid(-log_u)
-    values = 0.5 * weight * torch.where(mask, logprobs, 0.0)
-    return torch.where(mask, importance_weights(logprobs, old_logprobs, mask, ratio_cap) * values, 0.0)
+    g = math.log(2) - F.softplus(-log_u)
+    slope = g + torch.sigmoid(-log_u)
+    values = 0.5 * slope * torch.where(mask, logprobs, 0.0)
+    weights = importance_weights(logprobs, old_logprobs, mask, ratio_cap)
+    return torch.where(mask, weights * values, 0.0)
 
 
 def importance_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
@@ -140,7 +151,7 @@ def importance_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cap
     Args:
         logprobs, old_logprobs, mask: (B, T).
     """
-    ratio = torch.exp(saturate(_log_ratio(logprobs, old_logprobs, mask)))
+    ratio = _ratio(logprobs, old_logprobs, mask)
     return ratio.clamp(max=cap).detach()
 
 
@@ -165,19 +176,21 @@ def penalty_loss(
     log_u = _log_ratio(logprobs, ref_logprobs, mask)
     weights = importance_weights(logprobs, old_logprobs, mask, ratio_cap)
     if estimator == "exact":
-        loss = weights * divergence.derivative(log_u).detach() * torch.where(mask, logprobs, 0.0)
+        slope = divergence.derivative(log_u).detach()  # f'(u)
+        loss = weights * slope * torch.where(mask, logprobs, 0.0)
         return torch.where(mask, loss, 0.0)
     inverse = saturate(-log_u)
     k3 = torch.expm1(inverse) - inverse
     if estimator == "k3_importance":
-        weights = torch.exp(saturate(_log_ratio(logprobs, old_logprobs, mask)))
+        weights = _ratio(logprobs, old_logprobs, mask)
     return torch.where(mask, weights * k3, 0.0)
 
 
 def own_sample_divergence(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, divergence: Divergence) -> Tensor:
     """f(u) / u per token: its mean over own samples estimates D_f (for reverse_kl it is k3's value). For metrics."""
     log_u = _log_ratio(logprobs, ref_logprobs, mask)
-    return torch.where(mask, divergence.f(log_u) * torch.exp(saturate(-log_u)), 0.0)
+    inverse_u = torch.exp(saturate(-log_u))
+    return torch.where(mask, divergence.f(log_u) * inverse_u, 0.0)
 
 
 def denominator(lengths: Tensor, aggregation: str, length: int = 0) -> float:
@@ -187,19 +200,32 @@ def denominator(lengths: Tensor, aggregation: str, length: int = 0) -> float:
         lengths: (B,) response tokens of every row of the step, those without gradient included.
         aggregation: "token-mean": all tokens; "sequence-mean": rows; "sequence-sum": rows times `length` (Dr. GRPO).
     """
-    rows = lengths.numel()
-    count = {"token-mean": int(lengths.sum()), "sequence-mean": rows, "sequence-sum": rows * length}[aggregation]
-    return float(max(count, 1))
+    if aggregation == "token-mean":
+        count = int(lengths.sum())
+    elif aggregation == "sequence-mean":
+        count = lengths.numel()
+    else:
+        count = lengths.numel() * length
+    return float(max(count, 1))  # a step without rows has the loss 0, not NaN
 
 
 def aggregate(values: Tensor, mask: Tensor, aggregation: str, total: float) -> Tensor:
     """Per-token values (B, T) to a scalar; `total` comes from `denominator`. Micro-batches' results add up (E4)."""
     values = torch.where(mask, values, 0.0)
     if aggregation == "sequence-mean":
-        values = values / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        lengths = mask.sum(dim=1, keepdim=True)  # (B, 1)
+        values = values / lengths.clamp(min=1)
     return values.sum() / total
 
 
 def _log_ratio(above: Tensor, below: Tensor, mask: Tensor) -> Tensor:
     """log(above / below) of two log-probabilities, 0 where masked."""
-    return torch.where(mask, above, 0.0) - torch.where(mask, below, 0.0)
+    above = torch.where(mask, above, 0.0)
+    below = torch.where(mask, below, 0.0)
+    return above - below
+
+
+def _ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """rho = pi_theta / pi_old, (B, T), 1 where masked; it saturates before it overflows."""
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    return torch.exp(saturate(log_ratio))

@@ -61,47 +61,65 @@ def presample(policy: Policy, data: PromptSet, config: Config) -> Partition:
 
 def _make_partition(policy: Policy, data: PromptSet, config: Config, folder: Path, fingerprint: dict[str, str]) -> None:
     """Samples, divides, scores what is to be rehearsed, and writes the folder."""
-    wanted, prompts = config.presample, data.prompts
+    wanted = config.presample
+    k = wanted.responses
+    count = wanted.rehearsal_responses
     work = _Work(policy, data.task, config, folder / "progress.jsonl", fingerprint)
-    k, count = wanted.responses, wanted.rehearsal_responses
-    work.ask("first", prompts, range(k), keep=not wanted.confirm)
-    near_perfect = [prompt for prompt in prompts if work.correct("first", prompt) >= wanted.threshold]
-    stage = "first"
-    d_pef = near_perfect
+    work.ask("first", data.prompts, range(k), keep=not wanted.confirm)
+    near_perfect = [prompt for prompt in data.prompts if work.correct("first", prompt) >= wanted.threshold]
     if wanted.confirm:
         stage = "second"
         work.ask(stage, near_perfect, range(k, k + count), keep=True)
-        d_pef = [prompt for prompt in near_perfect if work[stage, prompt]["rewards"][0] == 1]
+        d_pef = [prompt for prompt in near_perfect if work.row(stage, prompt)["rewards"][0] == 1]
+    else:
+        stage = "first"
+        d_pef = near_perfect
     rehearsal: list[Rollout] = []
     for prompt in d_pef:
-        for tokens in work[stage, prompt]["answers"][:count]:  # the correct ones
-            rehearsal.append(Rollout(prompt.index, 0, prompt.tokens, tokens, [0.0] * len(tokens), True, 1.0))
-    temperature, budget = config.sampling.temperature, config.train.microbatch_tokens
+        correct = work.row(stage, prompt)["answers"]
+        for tokens in correct[:count]:
+            unknown = [0.0] * len(tokens)  # log-probabilities, until they are scored below
+            rehearsal.append(Rollout(prompt.index, 0, prompt.tokens, tokens, unknown, finished=True, reward=1.0))
+    _score(policy, rehearsal, config)
+    _write(folder, work, data.prompts, {prompt.index for prompt in d_pef}, rehearsal)
+
+
+def _score(policy: Policy, rehearsal: Sequence[Rollout], config: Config) -> None:
+    """Gives the answers pi_ref's log-probabilities, and its likeliest tokens where they are asked for (E10)."""
+    temperature = config.sampling.temperature
+    budget = config.train.microbatch_tokens
     with autocast(policy.model, config.run.dtype):
-        scored = score_rollouts(policy.model, rehearsal, temperature, budget, wanted.stored_top_k)
+        scored = score_rollouts(policy.model, rehearsal, temperature, budget, config.presample.stored_top_k)
     for rollout, by_reference in zip(rehearsal, scored, strict=True):
-        rollout.logprobs, rollout.top = by_reference.logprobs, by_reference.top
-    _write(folder, work, prompts, {prompt.index for prompt in d_pef}, rehearsal)
+        rollout.logprobs = by_reference.logprobs
+        rollout.top = by_reference.top
 
 
 class _Work:
     """The prompts that are done, each a row of an append-only file whose first line is the fingerprint."""
 
     def __init__(self, policy: Policy, task: Task, config: Config, path: Path, fingerprint: dict[str, str]) -> None:
-        self.policy, self.task, self.config, self.path, self.fingerprint = policy, task, config, path, fingerprint
+        self.policy = policy
+        self.task = task
+        self.config = config
+        self.path = path
+        self.fingerprint = fingerprint
+        self.done: dict[tuple[str, int], dict[str, Any]] = {}  # (stage, prompt) -> its row
         rows = read_log(path)
         if rows:
             refuse_other(path, rows[0], fingerprint, WAY_OUT)
-        write_text(path, "".join(json.dumps(row) + "\n" for row in [fingerprint, *rows[1:]]))
-        self.done: dict[tuple[str, int], dict[str, Any]] = {(row["stage"], row["prompt"]): row for row in rows[1:]}
+        for row in rows[1:]:
+            self.done[row["stage"], row["prompt"]] = row
+        whole = [fingerprint, *rows[1:]]  # without a last line that was cut
+        write_text(path, "".join(json.dumps(row) + "\n" for row in whole))
 
-    def __getitem__(self, key: tuple[str, Prompt]) -> dict[str, Any]:
-        stage, prompt = key
+    def row(self, stage: str, prompt: Prompt) -> dict[str, Any]:
+        """What is noted of a prompt: its rewards, their outcomes and, where they are kept, the correct answers."""
         return self.done[stage, prompt.index]
 
     def correct(self, stage: str, prompt: Prompt) -> int:
         """How many answers were right: a reward of 1, not of a half."""
-        return sum(bool(reward == 1) for reward in self[stage, prompt]["rewards"])
+        return sum(bool(reward == 1) for reward in self.row(stage, prompt)["rewards"])
 
     def ask(self, stage: str, prompts: list[Prompt], samples: range, keep: bool) -> None:
         """Draws and judges answers of pi_ref, in portions that are noted whole.
@@ -110,28 +128,39 @@ class _Work:
         """
         size = max(1, PORTION * self.config.sampling.max_rows // len(samples))
         portions = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        todo = [p for p in portions if any((stage, prompt.index) not in self.done for prompt in p)]
+        todo = [portion for portion in portions if not self._has(stage, portion)]
+        left = len(samples) * sum(len(portion) for portion in todo)
+        total = len(samples) * len(prompts)
         settings = sampling_settings(self.config, self.policy, PRESAMPLE, top_p=self.config.presample.top_p)
         actor = acting(self.policy, self.config.run.dtype)
-        total, left = (len(samples) * sum(map(len, each)) for each in (portions, todo))
         with tqdm(total=total, initial=total - left, desc=f"pre-sampling, {stage}", unit="answer") as bar:
             for portion in todo:
                 found: list[Answer] = []
                 for got in answer(actor, PromptSet(self.task, portion), [samples] * len(portion), settings):
                     found.append(got)
                     bar.update()
-                self._note(stage, sorted(found, key=lambda a: (a.rollout.prompt, a.rollout.sample)), keep)
+                found.sort(key=lambda each: (each.rollout.prompt, each.rollout.sample))
+                self._note(stage, found, keep)
+
+    def _has(self, stage: str, portion: Sequence[Prompt]) -> bool:
+        """Whether all prompts of a portion are done."""
+        return all((stage, prompt.index) in self.done for prompt in portion)
 
     def _note(self, stage: str, answers: Sequence[Answer], keep: bool) -> None:
+        """Appends a portion's rows to the file, one for each prompt."""
         rows: dict[int, dict[str, Any]] = {}
-        for a in answers:
-            new = {"stage": stage, "prompt": a.rollout.prompt, "rewards": [], "outcomes": Counter(), "answers": []}
-            row = rows.setdefault(a.rollout.prompt, new)
-            row["rewards"].append(float(a.reward.value))
-            row["outcomes"][a.reward.outcome] += 1
-            row["answers"] += [a.rollout.tokens] if keep and a.reward.value == 1 else []
+        for each in answers:
+            index = each.rollout.prompt
+            if index not in rows:
+                rows[index] = {"stage": stage, "prompt": index, "rewards": [], "outcomes": Counter(), "answers": []}
+            row = rows[index]
+            row["rewards"].append(float(each.reward.value))
+            row["outcomes"][each.reward.outcome] += 1
+            if keep and each.reward.value == 1:
+                row["answers"].append(each.rollout.tokens)
         append_rows(self.path, rows.values())
-        self.done |= {(stage, prompt): row for prompt, row in rows.items()}
+        for index, row in rows.items():
+            self.done[stage, index] = row
 
 
 def _write(folder: Path, work: _Work, prompts: Sequence[Prompt], pef: set[int], rehearsal: list[Rollout]) -> None:
@@ -141,20 +170,26 @@ def _write(folder: Path, work: _Work, prompts: Sequence[Prompt], pef: set[int], 
     outcomes: Counter[str] = Counter()
     for prompt in prompts:
         correct = work.correct("first", prompt)
-        dropped = wanted.drop_unsolved and correct == 0
-        chosen = "pef" if prompt.index in pef else "dropped" if dropped else "exp"
+        if prompt.index in pef:
+            chosen = "pef"
+        elif wanted.drop_unsolved and correct == 0:
+            chosen = "dropped"
+        else:
+            chosen = "exp"
         rows.append({"prompt": prompt.index, "set": chosen, "correct": correct})
-        outcomes += Counter(work["first", prompt]["outcomes"])
+        outcomes.update(work.row("first", prompt)["outcomes"])
     write_text(folder / "partition.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_tensors(folder / "rehearsal.safetensors", pack(rehearsal))
-    counts = Counter(row["correct"] for row in rows)
+    sets = Counter(row["set"] for row in rows)
+    correct_of_k = Counter(row["correct"] for row in rows)
     report = {
         "prompts": len(rows),
-        "near_perfect": sum(n for c, n in counts.items() if c >= wanted.threshold),
-        **{f"d_{name}": sum(row["set"] == name for row in rows) for name in ("pef", "exp")},
+        "near_perfect": sum(row["correct"] >= wanted.threshold for row in rows),
+        "d_pef": sets["pef"],
+        "d_exp": sets["exp"],
         "rehearsal_answers": len(rehearsal),
-        "pass@1": sum(c * n for c, n in counts.items()) / (len(rows) * wanted.responses),
-        "correct_of_k": {str(c): n for c, n in sorted(counts.items())},
+        "pass@1": sum(row["correct"] for row in rows) / (len(rows) * wanted.responses),
+        "correct_of_k": {str(correct): count for correct, count in sorted(correct_of_k.items())},
         "outcomes": outcomes,
         "presample": asdict(wanted),
         "fingerprint": work.fingerprint,

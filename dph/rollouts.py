@@ -7,9 +7,9 @@ What the answers of a batch have in common, their prompt above all, goes through
 out as a tree of tokens for that: exact, and a saving of most of the work where a prompt has many answers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,17 +78,34 @@ def collate(rollouts: Sequence[Rollout], device: torch.device | str) -> Batch:
     nodes: dict[tuple[int, int], int] = {}  # (node before, -1 at the start; token) -> number of the node
     states: list[int] = []
     paths: list[list[int]] = []
+    targets: list[int] = []
     for rollout in rollouts:
         known = len(nodes)
-        path = _walk(nodes, [*rollout.prompt_tokens, *rollout.tokens[:-1]])  # nothing follows the last token
-        states += path[len(rollout.prompt_tokens) - 1 :]
+        text = [*rollout.prompt_tokens, *rollout.tokens[:-1]]  # nothing follows the last token
+        path = _walk(nodes, text)
         if len(nodes) > known:  # else the whole path is the beginning of one that is there
             paths.append(path)
-    layout = Layout(*(x.to(device) for x in _layout(paths)))
-    tokens = torch.tensor([token for _, token in nodes])
-    targets = torch.tensor([token for rollout in rollouts for token in rollout.tokens])
-    by_row = (x.to(device) for x in _by_row(rollouts))
-    return Batch(tokens.to(device), layout, torch.tensor(states).to(device), targets.to(device), *by_row)
+        states += path[len(rollout.prompt_tokens) - 1 :]  # from the prompt's last token on
+        targets += rollout.tokens
+    layout = _layout(paths)
+    mask = _mask(rollouts)  # (B, T)
+    batch = Batch(
+        tokens=torch.tensor([token for _, token in nodes]).to(device),
+        layout=Layout(layout.positions.to(device), layout.rows.to(device), layout.cells.to(device)),
+        states=torch.tensor(states).to(device),
+        targets=torch.tensor(targets).to(device),
+        mask=mask.to(device),
+        logprobs=_by_row([rollout.logprobs for rollout in rollouts]).to(device),
+        ref_logprobs=_by_row([_reference(rollout) for rollout in rollouts]).to(device),
+    )
+    tops = [rollout.top for rollout in rollouts if rollout.top is not None]
+    if not tops:
+        return batch
+    return batch._replace(
+        top_ids=padded(torch.cat([top.ids for top in tops]), mask).to(device),
+        top_logprobs=padded(torch.cat([top.logprobs for top in tops]), mask).to(device),
+        top_rest=padded(torch.cat([top.rest for top in tops]), mask).to(device),
+    )
 
 
 def _walk(nodes: dict[tuple[int, int], int], text: Sequence[int]) -> list[int]:
@@ -106,25 +123,34 @@ def _layout(paths: Sequence[list[int]]) -> Layout:
     lengths = torch.tensor([len(path) for path in paths])
     columns = torch.arange(int(lengths.max()))
     flat = torch.tensor([node for path in paths for node in path])
-    rows = padded(flat, columns < lengths[:, None])  # (R, L)
+    mask = columns < lengths[:, None]  # (R, L)
+    rows = padded(flat, mask)
     # A node's place is where it is met first. There its number is larger than all before it, since that is how nodes
     # are numbered; the padding's 0 never is.
-    largest_before = torch.cat([rows.new_full((1,), -1), rows.flatten().cummax(0).values])
-    cells = (largest_before[1:] > largest_before[:-1]).nonzero()[:, 0]  # (N,)
+    largest = rows.flatten().cummax(0).values  # (R L,) so far, this cell included
+    largest_before = torch.cat([largest.new_full((1,), -1), largest[:-1]])
+    cells = (largest > largest_before).nonzero()[:, 0]  # (N,)
     positions = columns.expand_as(rows).flatten()[cells]  # (N,)
     return Layout(positions, rows, cells)
 
 
-def _by_row(rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """The tensors of a Batch with a row for each answer, from `mask` on, in its order."""
-    lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
-    logprobs = [x for rollout in rollouts for x in rollout.logprobs]
-    ref_logprobs = [x for rollout in rollouts for x in rollout.ref_logprobs or [0.0] * len(rollout.tokens)]
-    tensors = [mask, padded(torch.tensor(logprobs), mask), padded(torch.tensor(ref_logprobs), mask)]
-    if tops := [rollout.top for rollout in rollouts if rollout.top is not None]:
-        tensors += [padded(torch.cat(parts), mask) for parts in zip(*tops, strict=True)]
-    return tensors
+def _mask(rollouts: Sequence[Rollout]) -> Tensor:
+    """(B, T), True at response tokens."""
+    lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts])  # (B,)
+    return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def _by_row(values: Sequence[Sequence[float]]) -> Tensor:
+    """B rows of at most T values as a tensor (B, T), 0 at padding."""
+    rows = [torch.tensor(row) for row in values]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def _reference(rollout: Rollout) -> list[float]:
+    """pi_ref's log-probabilities; 0 where they are not known."""
+    if rollout.ref_logprobs is None:
+        return [0.0] * len(rollout.tokens)
+    return rollout.ref_logprobs
 
 
 def padded(flat: Tensor, mask: Tensor) -> Tensor:
@@ -157,20 +183,29 @@ def group_by_tokens(rollouts: Sequence[Rollout], budget: int) -> list[list[int]]
 
 # ---- files -------------------------------------------------------------------------------------------------------
 
-SINGLE = {"prompt": torch.int64, "sample": torch.int64, "finished": torch.bool, "reward": torch.float64}
-RAGGED = {"prompt_tokens": torch.int64, "tokens": torch.int64, "logprobs": torch.float32}
-
 
 def pack(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """Rollouts as tensors for a safetensors file; tokens and log-probabilities end to end."""
-    tensors = {}
-    for name, dtype in SINGLE.items():
-        tensors[name] = torch.tensor([getattr(rollout, name) for rollout in rollouts], dtype=dtype)
-    for name, dtype in RAGGED.items():
-        tensors[name] = torch.tensor([x for rollout in rollouts for x in getattr(rollout, name)], dtype=dtype)
-    tensors["prompt_lengths"] = torch.tensor([len(rollout.prompt_tokens) for rollout in rollouts], dtype=torch.int64)
-    tensors["lengths"] = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.int64)
-    if tops := [rollout.top for rollout in rollouts if rollout.top is not None]:
+    """Rollouts as tensors for a safetensors file: of n rollouts (n,), or values of all their tokens end to end."""
+    prompt_tokens: list[int] = []
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for rollout in rollouts:
+        prompt_tokens += rollout.prompt_tokens
+        tokens += rollout.tokens
+        logprobs += rollout.logprobs
+    tensors = {
+        "prompt": torch.tensor([rollout.prompt for rollout in rollouts], dtype=torch.int64),
+        "sample": torch.tensor([rollout.sample for rollout in rollouts], dtype=torch.int64),
+        "finished": torch.tensor([rollout.finished for rollout in rollouts], dtype=torch.bool),
+        "reward": torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64),
+        "prompt_lengths": torch.tensor([len(rollout.prompt_tokens) for rollout in rollouts], dtype=torch.int64),
+        "lengths": torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.int64),
+        "prompt_tokens": torch.tensor(prompt_tokens, dtype=torch.int64),
+        "tokens": torch.tensor(tokens, dtype=torch.int64),
+        "logprobs": torch.tensor(logprobs, dtype=torch.float32),
+    }
+    tops = [rollout.top for rollout in rollouts if rollout.top is not None]
+    if tops:
         tensors["top_ids"] = torch.cat([top.ids for top in tops]).int()
         tensors["top_logprobs"] = torch.cat([top.logprobs for top in tops])
         tensors["top_rest"] = torch.cat([top.rest for top in tops])
@@ -179,14 +214,30 @@ def pack(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
 
 def unpack(tensors: Mapping[str, Tensor]) -> list[Rollout]:
     """The rollouts that `pack` packed."""
+    prompts = tensors["prompt"].tolist()
+    samples = tensors["sample"].tolist()
+    finished = tensors["finished"].tolist()
+    rewards = tensors["reward"].tolist()
     lengths = tensors["lengths"].tolist()
-    columns: dict[str, Iterable[Any]] = {name: tensors[name].tolist() for name in SINGLE}
-    for name in RAGGED:
-        sizes = tensors["prompt_lengths"].tolist() if name == "prompt_tokens" else lengths
-        columns[name] = [piece.tolist() for piece in torch.split(tensors[name], sizes)]
+    prompt_tokens = torch.split(tensors["prompt_tokens"], tensors["prompt_lengths"].tolist())
+    tokens = torch.split(tensors["tokens"], lengths)
+    logprobs = torch.split(tensors["logprobs"], lengths)
+    rollouts: list[Rollout] = []
+    for i in range(len(lengths)):
+        rollout = Rollout(
+            prompt=prompts[i],
+            sample=samples[i],
+            prompt_tokens=prompt_tokens[i].tolist(),
+            tokens=tokens[i].tolist(),
+            logprobs=logprobs[i].tolist(),
+            finished=finished[i],
+            reward=rewards[i],
+        )
+        rollouts.append(rollout)
     if "top_ids" in tensors:
-        stored = (tensors["top_ids"].long(), tensors["top_logprobs"], tensors["top_rest"])
-        pieces = [torch.split(tensor, lengths) for tensor in stored]
-        columns["top"] = [TopTokens(*parts) for parts in zip(*pieces, strict=True)]
-    rows = zip(*columns.values(), strict=True)
-    return [Rollout(**dict(zip(columns, row, strict=True))) for row in rows]
+        ids = torch.split(tensors["top_ids"].long(), lengths)
+        top_logprobs = torch.split(tensors["top_logprobs"], lengths)
+        rest = torch.split(tensors["top_rest"], lengths)
+        for i, rollout in enumerate(rollouts):
+            rollout.top = TopTokens(ids[i], top_logprobs[i], rest[i])
+    return rollouts

@@ -38,8 +38,9 @@ def token_logprobs(model: Decoder, batch: Batch, temperature: float, entropy_gra
     """
     hidden = response_states(model, batch) / (temperature or 1.0)  # (M, D); (W h) / tau = W (h / tau)
     mask = batch.mask
-    top_ids = batch.targets.new_empty(len(batch.targets), 0) if batch.top_ids is None else batch.top_ids[mask]  # (M, K)
-    ids = torch.cat((batch.targets[:, None], top_ids), 1)  # (M, 1 + K)
+    ids = batch.targets[:, None]  # (M, 1)
+    if batch.top_ids is not None:
+        ids = torch.cat((ids, batch.top_ids[mask]), 1)  # (M, 1 + K)
     logprobs, rest, entropy = _Head.apply(hidden, model.head, ids, entropy_gradient)  # type: ignore[no-untyped-call]
     scores = Scores(padded(logprobs[:, 0], mask), padded(entropy, mask))
     if batch.top_ids is None:
@@ -50,12 +51,17 @@ def token_logprobs(model: Decoder, batch: Batch, temperature: float, entropy_gra
 def likeliest_tokens(model: Decoder, batch: Batch, temperature: float, count: int) -> TopTokens:
     """The `count` < V likeliest tokens at each of the M response positions, and the rest's mass (E10)."""
     hidden = response_states(model, batch) / (temperature or 1.0)
-    found = []
-    for (chunk,) in _chunks(model.config.vocab_size, hidden):
-        logprobs = _promote(model.logits(chunk)).log_softmax(-1)  # (n, V)
-        top = logprobs.topk(count)
-        found.append(TopTokens(top.indices, top.values, _without(logprobs, top.indices).logsumexp(-1)))
-    return TopTokens(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+    ids: list[Tensor] = []
+    top_logprobs: list[Tensor] = []
+    rests: list[Tensor] = []
+    for rows in _chunks(len(hidden), model.config.vocab_size):
+        logits = _promote(model.logits(hidden[rows]))  # (n, V)
+        logprobs = logits.log_softmax(-1)
+        top = logprobs.topk(count)  # (n, count)
+        ids.append(top.indices)
+        top_logprobs.append(top.values)
+        rests.append(_without(logprobs, top.indices).logsumexp(-1))
+    return TopTokens(torch.cat(ids), torch.cat(top_logprobs), torch.cat(rests))
 
 
 def response_states(model: Decoder, batch: Batch) -> Tensor:
@@ -84,20 +90,29 @@ class _Head(torch.autograd.Function):
         device = states.device.type
         # Autocast does not reach into a Function: what it would cast is cast here.
         ctx.cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        cast_states = states.to(ctx.cast)
         matrix = weight.to(ctx.cast)
-        pieces = []
-        for chunk, chosen in _chunks(len(weight), states.to(ctx.cast), ids):
-            logits = _promote(chunk @ matrix.T)  # (n, V)
-            log_z = logits.logsumexp(-1, keepdim=True)  # (n, 1)
-            mean_logit = torch.linalg.vecdot((logits - log_z).exp_(), logits)  # (n,)
-            entropy = log_z[:, 0] - mean_logit  # H = log Z - E[z]
-            logprobs = logits.gather(-1, chosen) - log_z
-            rest = torch.zeros_like(entropy)  # all tokens: log 1
-            if chosen.shape[1] > 1:
-                rest = _without(logits, chosen[:, 1:]).logsumexp(-1) - log_z[:, 0]
-            pieces.append((logprobs, rest, entropy, log_z))
-        logprobs, rest, entropy, log_z = (torch.cat(piece) for piece in zip(*pieces, strict=True))
-        ctx.save_for_backward(states, weight, ids, log_z, rest, entropy)
+        has_top = ids.shape[1] > 1
+        logprobs_of: list[Tensor] = []  # chunk by chunk
+        rest_of: list[Tensor] = []
+        entropy_of: list[Tensor] = []
+        log_z_of: list[Tensor] = []
+        for rows in _chunks(len(states), len(weight)):
+            logits = _promote(cast_states[rows] @ matrix.T)  # (n, V)
+            log_z = logits.logsumexp(-1, keepdim=True)  # (n, 1), the log of softmax's denominator
+            mean_logit = torch.linalg.vecdot((logits - log_z).exp_(), logits)  # (n,), E[z] = sum of p z
+            entropy = log_z[:, 0] - mean_logit  # H = -E[log p] = log Z - E[z]
+            rest = torch.zeros_like(entropy)  # without top tokens the rest is all of them: log 1
+            if has_top:
+                rest = _without(logits, ids[rows, 1:]).logsumexp(-1) - log_z[:, 0]
+            logprobs_of.append(logits.gather(-1, ids[rows]) - log_z)
+            rest_of.append(rest)
+            entropy_of.append(entropy)
+            log_z_of.append(log_z)
+        logprobs = torch.cat(logprobs_of)
+        rest = torch.cat(rest_of)
+        entropy = torch.cat(entropy_of)
+        ctx.save_for_backward(states, weight, ids, torch.cat(log_z_of), rest, entropy)
         ctx.entropy_gradient = entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -107,39 +122,50 @@ class _Head(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor, grad_rest: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        """Gradients for states (N, D) and weight (V, D; None: frozen), from those for what `forward` returns."""
+        """Gradients for states (N, D) and weight (V, D; None: frozen), from those for what `forward` returns.
+
+        By the three lines above, summed over what has been chosen, the gradient for the logits is
+
+            dz = scatter(grad) + grad_rest 1_rest p / p(rest) - p pull
+            pull = sum of grad over a position's ids + grad_rest + grad_entropy (log p + H)
+        """
         states, weight, ids, log_z, rest, entropy = ctx.saved_tensors
+        cast_states = states.to(ctx.cast)
         matrix = weight.to(ctx.cast)
+        has_top = ids.shape[1] > 1
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grad_states = []
-        columns = (states.to(ctx.cast), ids, log_z, rest, entropy, grad, grad_rest, grad_entropy)
-        for chunk, chosen, log_z_n, rest_n, entropy_n, grad_n, grad_rest_n, grad_entropy_n in _chunks(
-            len(weight), *columns
-        ):
-            logprobs = _promote(chunk @ matrix.T).sub_(log_z_n)  # (n, V)
-            pull = grad_n.sum(-1, keepdim=True)  # (n, 1), what every token of the vocabulary is pushed down by
+        grad_states: list[Tensor] = []
+        for rows in _chunks(len(states), len(weight)):
+            # Computed again. What ends in _ overwrites its tensor: of (n, V) floats there shall be as few as can be.
+            logprobs = _promote(cast_states[rows] @ matrix.T).sub_(log_z[rows])  # (n, V)
+            pull = grad[rows].sum(-1, keepdim=True)  # (n, 1)
             to_rest = None
-            if chosen.shape[1] > 1:
-                pull = pull + grad_rest_n[:, None]
-                to_rest = (_without(logprobs, chosen[:, 1:]) - rest_n[:, None]).exp_().mul_(grad_rest_n[:, None])
+            if has_top:
+                pull = pull + grad_rest[rows, None]
+                rest_share = _without(logprobs, ids[rows, 1:]).sub_(rest[rows, None]).exp_()  # 1_rest p / p(rest)
+                to_rest = rest_share.mul_(grad_rest[rows, None])
             if ctx.entropy_gradient:
-                pull = pull + grad_entropy_n[:, None] * (logprobs + entropy_n[:, None])
-            dz = logprobs.exp_().mul_(-pull).scatter_add_(1, chosen, grad_n)  # (n, V)
-            dz = (dz if to_rest is None else dz.add_(to_rest)).to(ctx.cast)
+                pull = pull + grad_entropy[rows, None] * (logprobs + entropy[rows, None])  # (n, V)
+            dz = logprobs.exp_().mul_(-pull)  # -p pull
+            dz.scatter_add_(1, ids[rows], grad[rows])
+            if to_rest is not None:
+                dz.add_(to_rest)
+            dz = dz.to(ctx.cast)
             grad_states.append(dz @ matrix)
             if grad_weight is None:
                 continue
             if ctx.cast == weight.dtype:
-                grad_weight.addmm_(dz.T, chunk)
+                grad_weight.addmm_(dz.T, cast_states[rows])
             else:
-                grad_weight += dz.T @ chunk
+                grad_weight += dz.T @ cast_states[rows]
         return torch.cat(grad_states).to(states.dtype), grad_weight, None, None
 
 
-def _chunks(vocabulary: int, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cuts tensors of N rows into pieces of so few that (n, V) holds at most LOGIT_FLOATS values."""
+def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
+    """Cuts `count` positions into pieces of so few that their logits (n, V) are at most LOGIT_FLOATS values."""
     rows = max(1, LOGIT_FLOATS // vocabulary)
-    return zip(*(torch.split(column, rows) for column in columns), strict=True)
+    for start in range(0, max(1, count), rows):  # no position at all is one empty piece
+        yield slice(start, start + rows)
 
 
 def _without(logits: Tensor, ids: Tensor) -> Tensor:
