@@ -36,7 +36,8 @@ from dph.model_folder import INDEX, WEIGHTS, load_model, save_model
 from dph.tokenizer import Tokenizer
 
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
-FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|save_every|save_dtype|keep_last|keep_best)$"
+FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$"
+FREE += r"|train\.(steps|recompute|save_every|save_dtype|keep_last|keep_best)$"
 MASTER = "master_weights.safetensors"  # the fp32 weights, in a checkpoint whose model.safetensors is in bf16
 DAY = "chat_day.txt"  # in a run's folder
 MADE_FROM = "made_from.json"  # in a run's folder, see dph/made_from.py

@@ -153,6 +153,7 @@ def load_policy(path: str, config: Config, device: torch.device) -> Policy:
         raise UserError(f"presample.stored_top_k = {config.presample.stored_top_k} should be at most {most}")
     if config.model.compile:
         model.compile_layers()
+    model.recompute = config.train.recompute
     return Policy(model, tokenizer, folder)
 
 

@@ -148,6 +148,7 @@ class TrainConfig:
     passes: int = key(1, "times that a step's rollouts are gone through (GRPO's mu)", low=1, high=MANY)
     rehearsal_rows: int = key(64, "stored answers of D_pef in one optimizer step", low=1, high=MANY)
     microbatch_tokens: int = key(16384, "tokens, padding included, of one forward and backward pass", low=1)
+    recompute: bool = key(False, "compute a layer's activations again in the backward pass: less memory, more time")
     dynamic_sampling: int = key(0, "further rounds that replace groups all right or all wrong (DAPO); 0 is off", low=0)
     overlong_buffer: int = key(0, "tokens over which DAPO's overlong penalty grows to -1; 0 is off", low=0)
     record_rollouts: bool = key(False, "keep every step's rollouts, for train.py --rollouts-from RUN")
