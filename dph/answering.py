@@ -132,8 +132,11 @@ def score_rollouts(
 
 @torch.no_grad()
 def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
-    """Who samples: the policy itself in fp32, or a bf16 copy of it: a new one, or `actor` brought up to date."""
-    if dtype == "fp32":
+    """Who samples: the policy itself, or where `dtype` is bf16 and its weights are not, a bf16 copy of it.
+
+    The copy is a new one, or `actor` brought up to date.
+    """
+    if dtype == "fp32" or policy.model.head.dtype == torch.bfloat16:
         return policy
     if actor is None:
         actor = replace(policy, model=copy.deepcopy(policy.model).to(torch.bfloat16).requires_grad_(False))
@@ -146,5 +149,7 @@ def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
 
 
 def autocast(model: Decoder, dtype: str) -> torch.autocast:
-    """The context in which a model is scored and trained: bf16 autocast, or nothing for fp32."""
-    return torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=dtype == "bf16")
+    """The context in which a model is scored and trained: bf16 autocast over wider weights, or nothing."""
+    weight = model.head
+    wider = weight.dtype != torch.bfloat16
+    return torch.autocast(weight.device.type, torch.bfloat16, enabled=dtype == "bf16" and wider)

@@ -275,6 +275,7 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> State
         kept = {key.removeprefix(prefix): x for key, x in moments.items() if key.startswith(prefix)}
         if kept and weight in updated_here:
             optimizer.state[weight] = {  # the count of steps as it is, moments laid out in memory as the weight is
-                k: torch.empty_like(weight).copy_(x) if x.ndim else x.to(weight.device) for k, x in kept.items()
+                k: torch.empty_like(weight, dtype=x.dtype).copy_(x) if x.ndim else x.to(weight.device)
+                for k, x in kept.items()
             }
     return State(**read_json(folder / "state.json"))

@@ -17,7 +17,7 @@ from dph.answering import Policy
 from dph.checkpoint import chat_day
 from dph.config import Config, describe, load_config
 from dph.errors import UserError
-from dph.model_folder import check_model_folder, load_model
+from dph.model_folder import DTYPES, check_model_folder, load_model
 from dph.tasks import Task, load_task
 from dph.tokenizer import load_tokenizer
 
@@ -139,11 +139,11 @@ def resolve_model(path: str, config: Config) -> Path:
 
 
 def load_policy(path: str, config: Config, device: torch.device) -> Policy:
-    """Model and tokenizer of `path`, in fp32 on `device`; what can be refused at a glance is, before weights load."""
+    """Model and tokenizer of `path`, in model.dtype on `device`; what a glance can refuse is, before weights load."""
     folder = resolve_model(path, config)
     check_model_folder(folder)
     tokenizer = load_tokenizer(folder, config.data.template, chat_day(config.run_folder))
-    model = load_model(folder, torch.float32, device)
+    model = load_model(folder, DTYPES[config.model.dtype], device)
     if tokenizer.vocab_size > model.config.vocab_size:  # the other way round is padding
         sizes = f"{tokenizer.vocab_size} tokens in the tokenizer, {model.config.vocab_size} in the model"
         raise UserError(f"{folder}: {sizes}")

@@ -18,6 +18,7 @@ from dph.errors import UserError, read_json
 from dph.model import Decoder, Device, ModelConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that a config has for them
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins; it is shorter than 1,024 bytes
 OTHER_WEIGHTS = {  # files that hold weights in another format, and the way out

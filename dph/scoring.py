@@ -108,7 +108,7 @@ class _Head(torch.autograd.Function):
         """Gradients for states (N, D) and weight (V, D), from those for what `forward` returns."""
         states, weight, ids, log_z, rest, entropy = ctx.saved_tensors
         matrix = weight.to(ctx.cast)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight, dtype=_promoted(weight.dtype))  # a sum over many chunks: not in bf16
         grad_states = []
         columns = (states.to(ctx.cast), ids, log_z, rest, entropy, grad, grad_rest, grad_entropy)
         for chunk, chosen, log_z_n, rest_n, entropy_n, grad_n, grad_rest_n, grad_entropy_n in _chunks(
@@ -125,7 +125,7 @@ class _Head(torch.autograd.Function):
             dz = logprobs.exp_().mul_(-pull).scatter_add_(1, chosen, grad_n)  # (n, V)
             dz = (dz if to_rest is None else dz.add_(to_rest)).to(ctx.cast)
             grad_states.append(dz @ matrix)
-            if ctx.cast == weight.dtype:
+            if ctx.cast == grad_weight.dtype:
                 grad_weight.addmm_(dz.T, chunk)
             else:
                 grad_weight += dz.T @ chunk
@@ -145,4 +145,9 @@ def _without(logits: Tensor, ids: Tensor) -> Tensor:
 
 def _promote(logits: Tensor) -> Tensor:
     """float32, or the model's float64."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.to(_promoted(logits.dtype))
+
+
+def _promoted(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for it."""
+    return torch.promote_types(dtype, torch.float32)

@@ -23,6 +23,7 @@ from dph.config import Config
 from dph.errors import UserError
 from dph.losses import denominator
 from dph.model import Decoder
+from dph.optimizer import make_adamw
 from dph.rollouts import Batch, Rollout, collate, group_by_tokens
 
 Kind = Literal["rollouts", "stored", "pef_rollouts"]
@@ -141,14 +142,7 @@ class Optimizer:
     def __init__(self, model: Decoder, config: Config) -> None:
         self.model, self.config = model, config
         self.shares = distributed.deal(model.parameters(), torch.numel)  # by the process that updates them
-        optim = config.optim
-        self.adamw = torch.optim.AdamW(
-            self.shares[distributed.rank()],
-            lr=optim.lr,
-            betas=(optim.betas[0], optim.betas[1]),
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+        self.adamw = make_adamw(self.shares[distributed.rank()], config.optim)
 
     def attempts(self, update: Update) -> Iterator[Attempt]:
         """One try at an update; after one that ran out of memory on any process, another in half the tokens.

@@ -10,7 +10,7 @@ LEVELS = [
     {"tokenizer", "model_folder"},
     {"config_values"},
     {"config", "plain"},
-    {"tasks", "losses", "rollouts", "checkpoint"},
+    {"tasks", "losses", "rollouts", "checkpoint", "optimizer"},
     {"sampler", "scoring", "prompts", "miniature_base"},
     {"answering", "metrics", "updates"},
     {"made_from"},
