@@ -134,13 +134,14 @@ def score_rollouts(
 
 @torch.no_grad()
 def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
-    """Who samples: the policy itself, or a plain copy where it has adapters, is sharded or is to sample in bf16.
+    """Who samples: the policy itself, or a plain copy where it has adapters, is sharded or samples in another type.
 
     Args:
         actor: an older copy, which is brought up to date in place of a new one.
     """
     model = policy.model
-    if dtype == "fp32" and not adapters(model) and not distributed.is_sharded(model):
+    in_its_type = dtype == "fp32" or model.head.dtype == torch.bfloat16
+    if in_its_type and not adapters(model) and not distributed.is_sharded(model):
         return policy
     with distributed.whole_weights(model):
         if actor is not None:
@@ -156,5 +157,7 @@ def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
 
 
 def autocast(model: Decoder, dtype: str) -> torch.autocast:
-    """The context in which a model is scored and trained: bf16 autocast, or nothing for fp32."""
-    return torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=dtype == "bf16")
+    """The context in which a model is scored and trained: bf16 autocast over wider weights, or nothing."""
+    weight = model.head
+    wider = weight.dtype != torch.bfloat16
+    return torch.autocast(weight.device.type, torch.bfloat16, enabled=dtype == "bf16" and wider)

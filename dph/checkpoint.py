@@ -39,7 +39,7 @@ from dph.model_folder import ADAPTER_CONFIG, INDEX, WEIGHTS, load_model, save_mo
 from dph.tokenizer import Tokenizer
 
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
-FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|shard|save_\w+|keep_\w+)$"
+FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|shard|recompute|save_\w+|keep_\w+)$"
 MASTER = "master_weights.safetensors"  # the fp32 weights, in a checkpoint whose model.safetensors is in bf16
 DAY = "chat_day.txt"  # in a run's folder
 MADE_FROM = "made_from.json"  # in a run's folder, see dph/made_from.py

@@ -20,7 +20,7 @@ from dph.checkpoint import chat_day, writer_first
 from dph.config import Config, describe, load_config
 from dph.errors import UserError
 from dph.model import Decoder
-from dph.model_folder import check_model_folder, find_model, load_model
+from dph.model_folder import DTYPES, check_model_folder, find_model, load_model
 from dph.tasks import Task, load_task
 from dph.tokenizer import load_tokenizer
 
@@ -127,7 +127,7 @@ def resolve_model(path: str, config: Config) -> Path:
 
 
 def load_policy(path: str, config: Config, device: torch.device, may_be_adapter: bool = False) -> Policy:
-    """Model and tokenizer of `path`, in fp32 on `device`; what can be refused at a glance is, before weights load.
+    """Model and tokenizer of `path`, in model.dtype on `device`; what a glance can refuse is, before weights load.
 
     Args:
         may_be_adapter: whether the folder may hold an adapter alone, as a checkpoint does: it is merged into its base.
@@ -135,7 +135,8 @@ def load_policy(path: str, config: Config, device: torch.device, may_be_adapter:
     folder = resolve_model(path, config)
     check_model_folder(folder, may_be_adapter)
     tokenizer = load_tokenizer(folder, config.data.template, chat_day(config.run_folder))
-    model = load_merged(folder, torch.float32, device) if may_be_adapter else load_model(folder, torch.float32, device)
+    dtype = DTYPES[config.model.dtype]
+    model = load_merged(folder, dtype, device) if may_be_adapter else load_model(folder, dtype, device)
     if tokenizer.vocab_size > model.config.vocab_size:  # the other way round is padding
         sizes = f"{tokenizer.vocab_size} tokens in the tokenizer, {model.config.vocab_size} in the model"
         raise UserError(f"{folder}: {sizes}")
@@ -146,6 +147,7 @@ def load_policy(path: str, config: Config, device: torch.device, may_be_adapter:
     check_rank(model, config.model.adapter_rank)
     if config.model.compile:
         model.compile_layers()
+    model.recompute = config.train.recompute
     return Policy(model, tokenizer, folder)
 
 

@@ -33,7 +33,7 @@ class RunConfig:
     folder: str = key("runs", "folder of all runs")
     seed: int = key(0, "seed of data order, sampling and generated worlds", low=0)
     device: str = key("auto", "auto takes cuda where there is one", "auto", "cpu", "cuda")
-    dtype: str = key("fp32", "bf16: autocast over fp32 weights", "fp32", "bf16")
+    dtype: str = key("fp32", "what is computed in; bf16 over fp32 weights is autocast", "fp32", "bf16")
     threads: int = key(0, "CPU threads; 0 leaves PyTorch's own choice", low=0, high=1024)
     tensorboard: bool = key(False, "also write TensorBoard events (needs tensorboard installed)")
 
@@ -43,6 +43,7 @@ class ModelSection:
     """[model] the initial policy, pi_ref."""
 
     path: str = key("miniature", "folder in Hugging Face layout, a hub name, or 'miniature' (trained on demand)")
+    dtype: str = key("fp32", "what the weights are held in; bf16 takes run.dtype = 'bf16', too", "fp32", "bf16")
     compile: bool = key(False, "torch.compile the layers (needs a C++ compiler on a CPU)")
     adapter_rank: int = key(0, "r: train LoRA adapters of this rank in place of the weights; 0 trains these", low=0)
     adapter_alpha: float = key(32.0, "alpha: adapters add (alpha / r) B A x", low=0.01)
@@ -151,6 +152,7 @@ class TrainConfig:
     rehearsal_rows: int = key(64, "stored answers of D_pef in one optimizer step", low=1, high=MANY)
     microbatch_tokens: int = key(16384, "tokens, padding included, of one forward and backward pass", low=1)
     shard: str = key("none", "full: each of torchrun's processes holds a share of the weights (FSDP2)", "none", "full")
+    recompute: bool = key(False, "compute a layer's activations again in the backward pass: less memory, more time")
     dynamic_sampling: int = key(0, "further rounds that replace groups all right or all wrong (DAPO); 0 is off", low=0)
     overlong_buffer: int = key(0, "tokens over which DAPO's overlong penalty grows to -1; 0 is off", low=0)
     record_rollouts: bool = key(False, "keep every step's rollouts, for train.py --rollouts-from RUN")
@@ -236,6 +238,8 @@ def _check(config: Config) -> None:
          f"loss.eta = {loss.eta:g} weighs nothing: loss.divergence is 'none'; name one, or leave loss.eta at 0"),
         (0 < loss.skew < 1, f"loss.skew = {loss.skew:g} should lie strictly between 0 and 1"),
         (loss.dual_clip == 0 or loss.dual_clip > 1, f"loss.dual_clip = {loss.dual_clip:g} should be 0 or above 1"),
+        (config.model.dtype == "fp32" or config.run.dtype == "bf16",
+         f"model.dtype = 'bf16' computes in bf16; run.dtype = {config.run.dtype!r} should be 'bf16', too"),
         (len(config.optim.betas) == 2, f"optim.betas = {list(config.optim.betas)} should be two numbers"),
         (loss.divergence_form == "standard" or loss.divergence == "forward_kl",
          f"loss.divergence_form = 'plain' goes with loss.divergence = 'forward_kl', not {loss.divergence!r}"),

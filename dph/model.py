@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dph.errors import UserError
 
@@ -280,6 +281,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.model, self.compiled = config, Trunk(config), False
         self.base = ""  # under adapters (dph/adapter.py): the folder or hub name of the model that they change
+        self.recompute = False  # see `_layer`
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, False)
         # No buffer: it stays float32 when the model is cast, and real when the model is built on the meta device.
         self.frequencies, self.attention_factor = rope_frequencies(config)
@@ -304,8 +306,19 @@ class Decoder(nn.Module):
             cache.column += length
         cos, sin = self.angles(positions[..., None], x.dtype)  # (T or N, 1, head_dim) or (B, 1, 1, head_dim)
         for layer, past in zip(self.model.layers, pasts, strict=True):
-            x = layer(x, cos, sin, past)
+            x = self._layer(layer, x, cos, sin, past)
         return self.model.norm(x)  # type: ignore[no-any-return]
+
+    def _layer(self, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, past: Layout | Window | None) -> Tensor:
+        """One layer: x (..., D) -> (..., D).
+
+        Where `recompute` is set and gradients are on, the layer keeps its input alone. The backward pass computes the
+        layer once more, with the same result, when it gets there: a third more work, for the memory of one layer.
+        """
+        if not (self.recompute and torch.is_grad_enabled()):
+            return layer(x, cos, sin, past)  # type: ignore[no-any-return]
+        # No layer draws random numbers, so there is no state of theirs to keep.
+        return checkpoint(layer, x, cos, sin, past, use_reentrant=False, preserve_rng_state=False)  # type: ignore
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and signed sin of positions (...) as (..., head_dim): the angles in float32, the result in `dtype`."""

@@ -21,6 +21,7 @@ from dph.model import Decoder, Device, ModelConfig
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # beside an adapter's weights, see dph/adapter_folder.py
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]  # what is fetched of a model
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that a config has for them
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer begins; it is shorter than 1,024 bytes
 OTHER_WEIGHTS = {  # files that hold weights in another format, and the way out

@@ -133,7 +133,9 @@ class _Head(torch.autograd.Function):
         cast_states = states.to(ctx.cast)
         matrix = weight.to(ctx.cast)
         has_top = ids.shape[1] > 1
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = None  # of a frozen head
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=_promoted(weight.dtype))  # a sum over many chunks: not in bf16
         grad_states: list[Tensor] = []
         for rows in _chunks(len(states), len(weight)):
             # Computed again. What ends in _ overwrites its tensor: of (n, V) floats there shall be as few as can be.
@@ -154,7 +156,7 @@ class _Head(torch.autograd.Function):
             grad_states.append(dz @ matrix)
             if grad_weight is None:
                 continue
-            if ctx.cast == weight.dtype:
+            if ctx.cast == grad_weight.dtype:
                 grad_weight.addmm_(dz.T, cast_states[rows])
             else:
                 grad_weight += dz.T @ cast_states[rows]
@@ -175,4 +177,9 @@ def _without(logits: Tensor, ids: Tensor) -> Tensor:
 
 def _promote(logits: Tensor) -> Tensor:
     """float32, or the model's float64."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.to(_promoted(logits.dtype))
+
+
+def _promoted(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for it."""
+    return torch.promote_types(dtype, torch.float32)

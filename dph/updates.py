@@ -24,6 +24,7 @@ from dph.errors import UserError
 from dph.losses import denominator
 from dph.metrics import Meter
 from dph.model import Decoder
+from dph.optimizer import make_adamw
 from dph.rollouts import Batch, Rollout, collate, group_by_tokens
 
 Kind = Literal["rollouts", "stored", "pef_rollouts"]
@@ -156,14 +157,7 @@ class Optimizer:
         self.model, self.config = model, config
         if config.train.shard == "full":
             distributed.shard(model, model.model.layers)
-        optim = config.optim
-        self.adamw = torch.optim.AdamW(
-            [weight for weight in model.parameters() if weight.requires_grad],
-            lr=optim.lr,
-            betas=(optim.betas[0], optim.betas[1]),
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+        self.adamw = make_adamw(model.parameters(), config.optim)
 
     def attempts(self, update: Update) -> Iterator[Attempt]:
         """One try at an update; after one that ran out of memory on any process, another in half the tokens.

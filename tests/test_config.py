@@ -58,6 +58,7 @@ def test_a_written_config_reads_back_equal(tmp_path: Path) -> None:
         ("--loss.alpha=1e-5", "loss.alpha = 1e-05 should be at least 0.01 and below 1"),
         ("--loss.eta=0.2", "loss.eta = 0.2 weighs nothing: loss.divergence is 'none'"),
         ("--loss.divergence_form=plain", "goes with loss.divergence = 'forward_kl'"),
+        ("--model.dtype=bf16", "model.dtype = 'bf16' computes in bf16; run.dtype = 'fp32' should be 'bf16', too"),
         ("--optim.betas=[0.9]", "optim.betas = [0.9] should be two numbers"),
         ("--eval.k=[1,128]", "eval.k = [1, 128] should not exceed eval.samples = 64"),
         ("--run.name=../x", "run.name = '../x' should be one folder name"),

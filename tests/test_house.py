@@ -10,7 +10,7 @@ LEVELS = [
     {"tokenizer", "model_folder", "adapter"},
     {"config_values", "adapter_folder"},
     {"config", "plain"},
-    {"tasks", "losses", "rollouts", "checkpoint"},
+    {"tasks", "losses", "rollouts", "checkpoint", "optimizer"},
     {"sampler", "scoring", "prompts", "miniature_base", "metrics"},
     {"answering", "updates"},
     {"made_from"},

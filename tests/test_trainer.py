@@ -18,7 +18,7 @@ from dph.config import Config, load_config
 from dph.divergences import GENERATORS
 from dph.errors import UserError
 from dph.metrics import Meter
-from dph.model_folder import load_model
+from dph.model_folder import DTYPES, load_model
 from dph.presampling import Partition
 from dph.prompts import PromptSet, tokenize
 from dph.rollouts import Rollout
@@ -59,7 +59,7 @@ def trainer(folder: Path, *more: str, pef: int = 4, seed: int = 0, recorded: Pat
         tiny_folder(path, seed)
     settings = config(folder, *more)
     open_run(settings)
-    policy = Policy(load_model(path), load_tokenizer(path), path)
+    policy = Policy(load_model(path, DTYPES[settings.model.dtype]), load_tokenizer(path), path)
     data = tokenize(WordTask(), policy.tokenizer, settings)
     how = SamplingSettings((9, 9, 9), policy.tokenizer.end_ids, 8)
     stored = sample(policy.model, data.prompts[:pef], [range(2)] * pef, how)
