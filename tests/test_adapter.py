@@ -411,6 +411,7 @@ def test_the_command_of_the_module_merges(tmp_path: Path) -> None:
         (["split", "adapter", "out"], "argument what: invalid choice: 'split'"),
         (["merge", "nowhere", "out"], "nowhere: no such folder"),
         (["merge", "model", "out"], "model: holds no adapter (adapter_config.json); there is nothing to merge"),
+        (["merge", "begun", "out"], "begun: is the folder of a run that has no checkpoint yet"),
         (["merge", "adapter", "model"], "model: is already there; name a new folder"),
         (["merge", "adapter", "out", "--dtype=int8"], "argument --dtype: invalid choice: 'int8'"),
     ],
@@ -419,6 +420,8 @@ def test_a_wrong_merge_is_one_line_and_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
 ) -> None:
     saved(tmp_path)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.toml").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["dph.adapter", *arguments])
     with pytest.raises(SystemExit) as stopped:
