@@ -225,6 +225,16 @@ def test_four_steps_with_adapters_are_two_a_stop_and_two(tmp_path: Path, method:
     assert all(torch.equal(mine, other) for mine, other in zip(moments(straight), moments(resumed), strict=True))
 
 
+def test_the_merged_sampler_agrees_with_the_scorer_after_training_too(tmp_path: Path) -> None:
+    made = trainer(tmp_path, *ADAPTER)
+    made.run()
+    made.state.trust_sampler = None  # as at the first step, where B is zero
+    meter = Meter()
+    made.collector.collect(made.state, [], meter)
+    assert meter.means()["sampler_gap"] < 1e-5
+    assert made.state.trust_sampler
+
+
 def test_it_learns_what_full_training_learns(tmp_path: Path) -> None:
     made = trainer(tmp_path, *ADAPTER, "--train.steps=25")
     made.run()
