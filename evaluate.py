@@ -1,8 +1,8 @@
 """Evaluates models on the config's sets: python evaluate.py configs/NAME.toml [MODEL ...] [--section.key=value ...]
 
 Greedy, pass@1 and pass@k with intervals, keep and explore against the first model: a table, JSON, a pass@k picture.
-A MODEL is a folder in Hugging Face layout, a hub name or `miniature`; without one, the config's model and the newest
-checkpoint of its run are taken.
+A MODEL is a folder in Hugging Face layout, one of an adapter in PEFT's, a hub name or `miniature`; without one, the
+config's model and the newest checkpoint of its run are taken.
 
 Without a model, and without a CONFIG if its [data] is not wanted (docs/graders.md):
   evaluate.py --regrade FILE.jsonl [--task math|sql] [--db-root DIR]   grades stored answers, e.g. a run's samples.jsonl

@@ -16,7 +16,7 @@ from dph.checkpoint import checkpoints, newest_checkpoint, write_folder
 from dph.cli import fail, to_the_end
 from dph.errors import UserError
 from dph.model import Decoder
-from dph.model_folder import ADAPTER_CONFIG, save_model
+from dph.model_folder import ADAPTER_CONFIG, check_model_folder, save_model
 from dph.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,6 +29,7 @@ def merge(source: Path, out: Path, dtype: torch.dtype) -> None:
         folder = newest_checkpoint(source) or source
     if not folder.is_dir():
         raise UserError(f"{source}: no such folder")
+    check_model_folder(folder, adapter=True)
     if not (folder / ADAPTER_CONFIG).is_file():
         raise UserError(f"{folder}: holds no adapter ({ADAPTER_CONFIG}); there is nothing to merge")
     if out.exists():

@@ -225,6 +225,16 @@ def test_four_steps_with_adapters_are_two_a_stop_and_two(tmp_path: Path, method:
     assert all(torch.equal(mine, other) for mine, other in zip(moments(straight), moments(resumed), strict=True))
 
 
+def test_the_merged_sampler_agrees_with_the_scorer_after_training_too(tmp_path: Path) -> None:
+    made = trainer(tmp_path, *ADAPTER)
+    made.run()
+    made.state.trust_sampler = None  # as at the first step, where B is zero
+    meter = Meter()
+    made.collector.collect(made.state, [], meter)
+    assert meter.means()["sampler_gap"] < 1e-5
+    assert made.state.trust_sampler
+
+
 def test_it_learns_what_full_training_learns(tmp_path: Path) -> None:
     made = trainer(tmp_path, *ADAPTER, "--train.steps=25")
     made.run()
@@ -412,6 +422,7 @@ def test_the_command_of_the_module_merges(tmp_path: Path) -> None:
         (["split", "adapter", "out"], "argument what: invalid choice: 'split'"),
         (["merge", "nowhere", "out"], "nowhere: no such folder"),
         (["merge", "model", "out"], "model: holds no adapter (adapter_config.json); there is nothing to merge"),
+        (["merge", "begun", "out"], "begun: is the folder of a run that has no checkpoint yet"),
         (["merge", "adapter", "model"], "model: is already there; name a new folder"),
         (["merge", "adapter", "out", "--dtype=int8"], "argument --dtype: invalid choice: 'int8'"),
     ],
@@ -420,6 +431,8 @@ def test_a_wrong_merge_is_one_line_and_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
 ) -> None:
     saved(tmp_path)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.toml").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["dph.adapter", *arguments])
     with pytest.raises(SystemExit) as stopped:
