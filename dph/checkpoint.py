@@ -335,7 +335,8 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> State
 
 def _gathered(part: Tensor) -> Tensor:
     """A weight or moment in full, in the leader's CPU memory; the other processes keep nothing of it."""
-    whole = distributed.whole(part.detach())
+    sendable = part.view(torch.bfloat16) if part.dtype == torch.int16 else part  # gloo and NCCL know no int16
+    whole = distributed.whole(sendable.detach()).view(part.dtype)
     return whole.cpu() if is_writer() else whole.new_empty(0)
 
 

@@ -125,7 +125,7 @@ def sum_gradients(model: nn.Module, empty_pass: Callable[[], Tensor]) -> None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trained:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         for work in [dist.all_reduce(parameter.grad, async_op=True) for parameter in trained]:
             work.wait()
 

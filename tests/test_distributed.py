@@ -230,6 +230,22 @@ def test_two_processes_evaluate_as_one_does(tmp_path: Path, small: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_bf16_weights_learn_alike_in_copies_and_in_shards(tmp_path: Path, small: Path) -> None:
+    found = []
+    for shard in ("none", "full"):
+        more = [f"--run.name={shard}", f"--train.shard={shard}", "--model.dtype=bf16", "--run.dtype=bf16"]
+        finished(torchrun(2, ROOT / "train.py", small, *more, "--eval.final=false"))
+        run = tmp_path / "runs" / shard
+        step = checkpoints(run)[-1]
+        found.append((load_file(step / "model.safetensors"), load_file(step / "trainer.safetensors")))
+    for name, weight in found[0][0].items():
+        assert weight.dtype == torch.bfloat16
+        torch.testing.assert_close(found[1][0][name], weight, rtol=0.02, atol=1e-3)
+    assert {name: x.shape for name, x in found[0][1].items()} == {name: x.shape for name, x in found[1][1].items()}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_a_run_goes_on_with_any_number_of_processes_in_copies_or_shards(tmp_path: Path, small: Path) -> None:
     out, err = finished(torchrun(2, ROOT / "train.py", small, "--eval.final=false"))
     assert out.count("D_pef:") == 1
