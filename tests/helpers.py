@@ -24,6 +24,19 @@ prompts_per_step = 2
 responses_per_prompt = 2
 rehearsal_rows = 2
 """
+# The same for a run of one step, with nothing but mistakes to find.
+ONE_STEP = """\
+[sampling]
+max_new_tokens = 3
+[presample]
+responses = 2
+threshold = 2
+[train]
+steps = 1
+prompts_per_step = 2
+responses_per_prompt = 2
+eval_every = 0
+"""
 
 
 def tiny_model(seed: int = 0, vocab: int = 97, dtype: torch.dtype = torch.float32, scale: float = 0.3) -> Decoder:
