@@ -24,7 +24,16 @@ prompts_per_step = 2
 responses_per_prompt = 2
 rehearsal_rows = 2
 """
-# The same for a run of one step, with nothing but mistakes to find.
+# A run of one step in the folder where one stands; [data] goes on with what follows, and so does [train].
+SMALL_HERE = """
+[run]
+name = "small"
+folder = "runs"
+device = "cpu"
+[model]
+path = "model"
+[data]
+"""
 ONE_STEP = """\
 [sampling]
 max_new_tokens = 3

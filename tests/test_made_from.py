@@ -24,16 +24,9 @@ from dph.model_folder import load_model, save_model
 from dph.tasks import load_task
 from dph.tasks.miniature_world import vocabulary
 from dph.tokenizer import load_tokenizer
-from tests.helpers import ONE_STEP, tiny_folder, tiny_model
+from tests.helpers import ONE_STEP, SMALL_HERE, tiny_folder, tiny_model
 
-BEFORE = """
-[run]
-name = "small"
-folder = "runs"
-device = "cpu"
-[model]
-path = "model"
-[data]
+DATA = """\
 train = "sql:data.jsonl"
 eval = ["sql:data.jsonl"]
 db_root = "databases"
@@ -45,7 +38,7 @@ final = false
 samples = 2
 k = [1]
 """
-CONFIG = BEFORE + ONE_STEP + AFTER
+CONFIG = SMALL_HERE + DATA + ONE_STEP + AFTER
 REPLAY = ("--run.name=again", "--rollouts-from", "runs/small")
 ModuleAndArguments = tuple[ModuleType, tuple[str, ...]]
 # Each place: the command whose work is kept, and the one that comes upon it.
