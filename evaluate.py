@@ -17,7 +17,7 @@ from dph.checkpoint import newest_checkpoint
 from dph.cli import config_argument, load_policy, open_task, resolve_model, run_command, set_up
 from dph.config import Config
 from dph.errors import UserError
-from dph.evaluation import evaluate_model, short_names
+from dph.evaluation import evaluate_model, keep_own_reports, short_names
 from dph.plots import plot_pass_at_k, table
 from dph.prompts import tokenize
 from dph.tasks.regrade import check, regrade_aloud, show
@@ -42,6 +42,7 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     base_folder: Path | None = None  # the first model's, for the others
     for path, name in zip(paths, names, strict=True):
         policy = load_policy(path, config, device, may_be_adapter=True)
+        keep_own_reports(config, name, policy)
         sets = [tokenize(task, policy.tokenizer, config) for task in tasks]
         reports.append(evaluate_model(policy, sets, config, name, base_folder))
         base_folder = base_folder or policy.folder

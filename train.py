@@ -12,9 +12,10 @@ from dph.cli import config_argument, load_policy, open_task, prepare_training, r
 from dph.config import Config
 from dph.errors import UserError
 from dph.evaluation import evaluate_model
-from dph.made_from import check_recorded, check_run, made_from, run_settings
+from dph.made_from import check_recorded, check_run, made_from, made_from_sets, run_settings
+from dph.metrics import check_tensorboard
 from dph.plots import plot_run, table
-from dph.presampling import presample, take_over_partition
+from dph.presampling import presample
 from dph.prompts import tokenize
 from dph.trainer import Data, Trainer
 
@@ -26,6 +27,7 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
         raise UserError(f"--rollouts-from {recorded}: holds none; record them with --train.record_rollouts=true")
     if recorded and recorded.resolve() == config.run_folder.resolve():
         raise UserError(f"--rollouts-from {recorded}: is this run itself; choose another run.name")
+    check_tensorboard(config.run.tensorboard)
     device = set_up(config)
     train_task = open_task(config.data.train, config)
     eval_tasks = [open_task(source, config) for source in config.data.eval]
@@ -39,13 +41,12 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     made = made_from(policy, prompts, run_settings(config))
     if recorded:
         check_recorded(recorded, made)
-    check_run(run, made | {"rollouts": f"those of {recorded.name}" if recorded else "sampled"})
+    made["rollouts"] = f"those of {recorded.name}" if recorded else "sampled"
+    check_run(run, made | made_from_sets(eval_sets if config.train.eval_every else []))
 
     partition = None
     if config.loss.uses_stored_answers:
-        if recorded:
-            take_over_partition(recorded, run)
-        partition = presample(policy, prompts, config)
+        partition = presample(policy, prompts, config, recorded)
         stored, d_exp = len(partition.rehearsal), len(partition.exp)
         print(f"D_pef: {len(partition.pef)} prompts with {stored} answers; D_exp: {d_exp} prompts")
 

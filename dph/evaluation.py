@@ -18,7 +18,7 @@ from tqdm import tqdm
 from dph.adapter import as_reference
 from dph.adapter_folder import load_merged
 from dph.answering import EVALUATE, Answer, Policy, acting, answer, autocast, sampling_settings, score_rollouts
-from dph.checkpoint import write_text
+from dph.checkpoint import MADE_FROM, write_text
 from dph.config import Config
 from dph.divergences import EXP_LIMIT
 from dph.errors import UserError, read_json
@@ -236,6 +236,21 @@ def evaluate_model(
         report["sets"][data.task.name] = {**result, "summary": summarise(result, config.eval.k)}
         write_text(path, json.dumps(report) + "\n")
     return report
+
+
+def keep_own_reports(config: Config, name: str, policy: Policy) -> None:
+    """Raises a UserError where a report of this name is what train.py wrote of another model: the base, or its result.
+
+    Comparisons read those two; under another name, or in another run's folder, a report takes nothing from them.
+    """
+    path = config.run_folder / "evaluation" / f"{name}.json"
+    if name not in ("base", config.run.name) or not (config.run_folder / MADE_FROM).exists() or not path.exists():
+        return
+    sets = read_json(path).get("sets", {})
+    if any(found.get("fingerprint", {}).get("model") != model_hash(policy) for found in sets.values()):
+        raise UserError(
+            f"{path}: is this run's own report of another model; rename {policy.folder}, or take --run.name"
+        )
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

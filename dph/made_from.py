@@ -12,13 +12,14 @@
 | databases, grader | hash of what else the grader reads, where a task says so (`Task.content`) |
 | settings | those of the config that matter, as JSON |
 | rollouts | of a run: whether they are sampled, or those that another run has recorded |
+| evaluation sets | of a run: for each set that is looked at while training, one hash of all its data, as JSON |
 
 A partition and an evaluation keep these values in their reports, a run in RUN/made_from.json.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from dph.config import Config
 from dph.errors import UserError, read_json
 from dph.prompts import PromptSet
 
-SHOWN = 3  # changed settings that a message names
+SHOWN = 3  # changed settings or sets that a message names
+OF_THE_RUN = ("rollouts", "evaluation sets")  # what recorded rollouts do not depend on
 
 
 def made_from(policy: Policy, data: PromptSet, settings: Mapping[str, Any], model: str = "") -> dict[str, str]:
@@ -38,17 +40,25 @@ def made_from(policy: Policy, data: PromptSet, settings: Mapping[str, Any], mode
     Args:
         model: what `model_hash` gives for the policy, where it is known: reading all weights takes its time.
     """
-    tokens = [(prompt.index, prompt.tokens) for prompt in data.prompts]
-    golds = [(prompt.index, data.task.record(prompt)) for prompt in data.prompts]
     return {
         "model": model or model_hash(policy),
         "tokenizer": policy.tokenizer.content(),
         "end tokens": json.dumps(policy.tokenizer.end_ids),
-        "prompts": _hashed(tokens),
-        "gold answers": _hashed(golds),
-        **data.task.content(),
+        **_data_hashes(data),
         "settings": json.dumps(settings, sort_keys=True),
     }
+
+
+def made_from_sets(sets: Sequence[PromptSet]) -> dict[str, str]:
+    """The value "evaluation sets", for those that are looked at while training."""
+    hashes = {data.task.name: _hashed(_data_hashes(data)) for data in sets}
+    return {"evaluation sets": json.dumps(hashes, sort_keys=True)}
+
+
+def _data_hashes(data: PromptSet) -> dict[str, str]:
+    tokens = [(prompt.index, prompt.tokens) for prompt in data.prompts]
+    golds = [(prompt.index, data.task.record(prompt)) for prompt in data.prompts]
+    return {"prompts": _hashed(tokens), "gold answers": _hashed(golds), **data.task.content()}
 
 
 def model_hash(policy: Policy) -> str:
@@ -110,8 +120,8 @@ def changed(found: Mapping[str, Any], wanted: Mapping[str, str]) -> str:
 
 
 def _named(name: str, found: Mapping[str, Any], wanted: Mapping[str, str]) -> str:
-    """The name; settings with the keys that changed."""
-    if name != "settings":
+    """The name; settings with the keys that changed, evaluation sets with the sets."""
+    if name not in ("settings", "evaluation sets"):
         return name
     try:
         there = dict(json.loads(found[name]))
@@ -119,6 +129,8 @@ def _named(name: str, found: Mapping[str, Any], wanted: Mapping[str, str]) -> st
         return name
     here = json.loads(wanted[name])
     keys = [key for key in {**here, **there} if there.get(key) != here.get(key)]
+    if name == "evaluation sets":
+        return f"{name} ({', '.join(keys[:SHOWN])})"
     shown = ", ".join(f"{key} = {there.get(key)!r} there, {here.get(key)!r} here" for key in keys[:SHOWN])
     return f"settings ({shown})"
 
@@ -150,5 +162,5 @@ def check_recorded(recorded: Path, made: Mapping[str, str]) -> None:
     path = recorded / MADE_FROM
     if not path.exists():
         raise UserError(f"{where}: has no {MADE_FROM}, so its rollouts cannot be checked; record them again")
-    found = {name: value for name, value in read_json(path).items() if name != "rollouts"}  # it may have replayed, too
+    found = {name: value for name, value in read_json(path).items() if name not in OF_THE_RUN}
     refuse_other(where, found, made, "record them again, or train as that run did but for [loss]")

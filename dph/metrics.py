@@ -1,5 +1,6 @@
 """What a run logs: sums and means within a step, one row a step in metrics.jsonl, TensorBoard where it is wanted."""
 
+import importlib.util
 import json
 import time
 from collections import defaultdict
@@ -80,6 +81,12 @@ class Meter:
         return found
 
 
+def check_tensorboard(wanted: bool) -> None:
+    """Raises a UserError where TensorBoard's events are wanted and its package is missing: before any work is done."""
+    if wanted and importlib.util.find_spec("tensorboard") is None:
+        raise UserError("run.tensorboard = true needs a package: pip install tensorboard")
+
+
 class RunLog:
     """metrics.jsonl of a run; rows of steps after `step` are dropped, so that a resumed run has each step once."""
 
@@ -91,10 +98,8 @@ class RunLog:
                 write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.writer: Any = None
         if tensorboard and is_writer():
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise UserError("run.tensorboard needs a package: pip install tensorboard") from None
+            from torch.utils.tensorboard import SummaryWriter
+
             self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:

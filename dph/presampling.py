@@ -46,10 +46,20 @@ class Partition:
     rehearsal: list[Rollout]
 
 
-def presample(policy: Policy, data: PromptSet, config: Config) -> Partition:
-    """Makes RUN/presample, or reads it where it is already there and fits."""
+def presample(policy: Policy, data: PromptSet, config: Config, other: Path | None = None) -> Partition:
+    """Makes RUN/presample, or reads it where it is already there and fits.
+
+    Args:
+        other: a run whose partition is taken over, where it has one.
+
+    Raises: UserError where a partition that is there was made from something else; one of `other` is not copied then.
+    """
     folder = config.run_folder / "presample"
     fingerprint = made_from(policy, data, {**answer_settings(config), **asdict(config.presample)})
+    if other is not None and (other / "presample" / "report.json").exists():
+        with writer_first():
+            load_partition(other / "presample", fingerprint, "record that run again, or leave out --rollouts-from")
+        copy_folder(other / "presample", folder)
     if not (folder / "report.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         _make_partition(policy, data, config, folder, fingerprint)
@@ -197,20 +207,14 @@ def _write(folder: Path, work: _Work, prompts: Sequence[Prompt], pef: set[int], 
     write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
 
 
-def take_over_partition(other: Path, run: Path) -> None:
-    """Copies the partition of another run, where it has one; `presample` then reads it, or refuses it."""
-    if (other / "presample").is_dir():
-        copy_folder(other / "presample", run / "presample")
-
-
-def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
+def load_partition(folder: Path, fingerprint: dict[str, str], way_out: str = WAY_OUT) -> Partition:
     """Reads RUN/presample.
 
     Raises: UserError when it was made from something else, or when both sets are empty.
     """
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        refuse_other(folder, report["fingerprint"], fingerprint, WAY_OUT)
+        refuse_other(folder, report["fingerprint"], fingerprint, way_out)
         lines = (folder / "partition.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]  # not read_log, which forgives a line that was cut
         rehearsal = unpack(load_file(folder / "rehearsal.safetensors"))

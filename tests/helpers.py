@@ -24,6 +24,28 @@ prompts_per_step = 2
 responses_per_prompt = 2
 rehearsal_rows = 2
 """
+# A run of one step in the folder where one stands; [data] goes on with what follows, and so does [train].
+SMALL_HERE = """
+[run]
+name = "small"
+folder = "runs"
+device = "cpu"
+[model]
+path = "model"
+[data]
+"""
+ONE_STEP = """\
+[sampling]
+max_new_tokens = 3
+[presample]
+responses = 2
+threshold = 2
+[train]
+steps = 1
+prompts_per_step = 2
+responses_per_prompt = 2
+eval_every = 0
+"""
 
 
 def tiny_model(seed: int = 0, vocab: int = 97, dtype: torch.dtype = torch.float32, scale: float = 0.3) -> Decoder:

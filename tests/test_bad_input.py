@@ -26,30 +26,15 @@ from dph.cli import config_argument, run_command
 from dph.config import load_config, to_toml
 from dph.model_folder import save_model
 from dph.tokenizer import load_tokenizer
-from tests.helpers import tiny_folder, tiny_model
+from tests.helpers import ONE_STEP, SMALL_HERE, tiny_folder, tiny_model
 
 COMMANDS = {"train": train, "presample": presample, "evaluate": evaluate}
 DOCUMENT = Path(__file__).parent.parent / "docs" / "bad_input.txt"
-SMALL = """
-[run]
-name = "small"
-folder = "runs"
-device = "cpu"
-[model]
-path = "model"
-[data]
+DATA = """\
 train = "miniature:train?count=4"
 eval = ["miniature:test?count=2"]
-[sampling]
-max_new_tokens = 3
-[presample]
-responses = 2
-threshold = 2
-[train]
-steps = 1
-prompts_per_step = 2
-responses_per_prompt = 2
-eval_every = 0
+"""
+AFTER = """\
 [eval]
 final = false
 samples = 1
@@ -58,6 +43,7 @@ k = [1]
 divergence = "js"
 eta = 0.1
 """
+SMALL = SMALL_HERE + DATA + ONE_STEP + AFTER
 PLAIN = ("--loss.divergence=none", "--loss.eta=0")
 Damage = Callable[[], object]
 CASES: dict[str, tuple[str, list[str], Damage | None]] = {}  # what is wrong: command, arguments, how it is made

@@ -1,5 +1,6 @@
 """The three commands: a mistake is one line and exit code 2, nothing half-written; a whole run works from files."""
 
+import importlib.util
 import json
 import sys
 import traceback
@@ -283,3 +284,13 @@ def test_help_shows_every_key_with_its_default(call: Call) -> None:
     code, out, _ = call("train", "--help")
     assert code == 0
     assert "--loss.eta=0.0" in out
+
+
+def test_tensorboard_without_its_package_is_said_before_any_work(
+    call: Call, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, _, err = call("train", config, "--run.tensorboard=true")
+    assert code == 2
+    assert err == "error: run.tensorboard = true needs a package: pip install tensorboard\n"
+    assert not (tmp_path / "runs").exists()

@@ -24,35 +24,21 @@ from dph.model_folder import load_model, save_model
 from dph.tasks import load_task
 from dph.tasks.miniature_world import vocabulary
 from dph.tokenizer import load_tokenizer
-from tests.helpers import tiny_folder, tiny_model
+from tests.helpers import ONE_STEP, SMALL_HERE, tiny_folder, tiny_model
 
-CONFIG = """
-[run]
-name = "small"
-folder = "runs"
-device = "cpu"
-[model]
-path = "model"
-[data]
+DATA = """\
 train = "sql:data.jsonl"
 eval = ["sql:data.jsonl"]
 db_root = "databases"
-[sampling]
-max_new_tokens = 3
-[presample]
-responses = 2
-threshold = 2
-[train]
-steps = 1
-prompts_per_step = 2
-responses_per_prompt = 2
-eval_every = 0
+"""
+AFTER = """\
 record_rollouts = true
 [eval]
 final = false
 samples = 2
 k = [1]
 """
+CONFIG = SMALL_HERE + DATA + ONE_STEP + AFTER
 REPLAY = ("--run.name=again", "--rollouts-from", "runs/small")
 ModuleAndArguments = tuple[ModuleType, tuple[str, ...]]
 # Each place: the command whose work is kept, and the one that comes upon it.
@@ -248,6 +234,64 @@ def test_a_run_that_does_not_say_what_it_was_made_from_is_refused(
     code, _, err = call(second)
     assert code == 2
     assert err.startswith(f"error: {said}")
+
+
+LOOKS = ("--train.eval_every=1", '--data.eval=["sql:looked_at.jsonl"]')
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize(("word", "query"), [(2, "SELECT a FROM t"), (0, "SELECT b FROM t")])
+def test_a_set_that_is_looked_at_while_training_stays_the_same(word: int, query: str) -> None:
+    shutil.copy("data.jsonl", "looked_at.jsonl")
+    assert call((train, LOOKS))[0] == 0
+    assert call((train, LOOKS), "--train.steps=2")[0] == 0, "as long as nothing has changed"
+    shutil.copy("data.jsonl", "kept.jsonl")
+    write_data(vocabulary()[word], query)
+    shutil.move("data.jsonl", "looked_at.jsonl")
+    shutil.move("kept.jsonl", "data.jsonl")
+    code, _, err = call((train, LOOKS), "--train.steps=3")
+    said = "runs/small: made with other evaluation sets (sql:looked_at.jsonl); delete it, or change run.name"
+    assert (code, err) == (2, f"error: {said}")
+
+
+def test_sets_that_are_looked_at_do_not_count_where_rollouts_are_recorded(
+    at: Callable[[str], ModuleAndArguments],
+) -> None:
+    second = at("rollouts-from")
+    shutil.copy("data.jsonl", "looked_at.jsonl")
+    assert call(second, *LOOKS)[0] == 0
+
+
+@pytest.mark.usefixtures("there")
+def test_a_partition_that_is_refused_is_not_taken_over() -> None:
+    rehearses = ("--loss.divergence=js", "--loss.eta=0.5")
+    assert call((train, rehearses))[0] == 0
+    code, _, err = call((train, REPLAY), *rehearses, "--presample.threshold=1")
+    assert code == 2
+    assert err.startswith("error: runs/small/presample: made with other settings (threshold = 2 there, 1 here); record")
+    assert not Path("runs/again/presample").exists()
+    assert call((train, REPLAY), *rehearses)[0] == 0, "so that the right settings go on"
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("name", ["base", "small"])
+def test_an_evaluation_never_takes_the_place_of_the_run_s_own_report(name: str) -> None:
+    assert call((train, ("--eval.final=true", "--train.steps=2")))[0] == 0
+    report = Path(f"runs/small/evaluation/{name}.json")
+    own = report.read_text()
+    tiny_folder(Path(f"other/{name}"), seed=5)
+    code, _, err = call((evaluate, (f"other/{name}",)))
+    assert code == 2
+    assert err.startswith(f"error: {report}: is this run's own report of another model; rename other/{name}, or take ")
+    assert report.read_text() == own
+    assert call((evaluate, (f"other/{name}",)), "--run.name=another")[0] == 0
+
+
+@pytest.mark.usefixtures("there")
+def test_the_run_s_own_model_may_be_evaluated_under_its_name() -> None:
+    assert call((train, ("--eval.final=true",)))[0] == 0
+    shutil.copytree("model", "other/base")
+    assert call((evaluate, ("other/base",)))[0] == 0
 
 
 # ---- each value by itself ----------------------------------------------------------------------------------------

@@ -133,6 +133,14 @@ def test_an_imported_task_is_no_second_one_and_a_dataclass_works(tmp_path: Path)
     assert len(opened(write(tmp_path, text), tmp_path).prompts()) == 3
 
 
+@pytest.mark.parametrize("numbers", ["np.arange(3)", "np.arange(3.0)", "[np.uint8(i) for i in range(3)]"])
+def test_prompts_numbered_by_numpy_are_numbered_by_whole_numbers(numbers: str, tmp_path: Path) -> None:
+    text = "import numpy as np\n" + GOOD.replace("for i in range(3)", f"for i in {numbers}")
+    task = opened(write(tmp_path, text), tmp_path)
+    assert json.dumps([prompt.index for prompt in task.prompts()]) == "[0, 1, 2]"
+    assert task.reward(task.items[1], "yes").value == 1
+
+
 def test_another_reward_is_another_content(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     contents = []

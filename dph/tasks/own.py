@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
@@ -56,6 +57,8 @@ class OwnTask(Task):
             prompts = [Prompt(index, (), stored_answer(row), {}) for index, row in enumerate(stored)]
         else:
             check_prompts(self.path, prompts)
+            # Their own numbers equal these, but may be NumPy's, which no file of a run can hold.
+            prompts = [replace(prompt, index=number) for number, prompt in enumerate(prompts)]
             for prompt in prompts:
                 check_record(self.path, prompt, self.inner)
         super().__init__(f"task:{where}", prompts)
