@@ -71,6 +71,7 @@ def settings(method: str, wanted: argparse.Namespace, folder: str) -> Config:
     sizes = {
         "model.path": wanted.model, "run.folder": folder if wanted.model != "miniature" else "runs",
         "model.compile": wanted.compile,
+        "train.shard": getattr(wanted, "shard", "none"),
         "run.dtype": wanted.dtype, "run.threads": wanted.threads, "data.eval": [], "data.max_prompt_tokens": 1024,
         "sampling.max_new_tokens": wanted.tokens, "sampling.max_rows": rows, "train.prompts_per_step": wanted.prompts,
         "train.responses_per_prompt": wanted.samples, "train.rehearsal_rows": rows, "train.passes": 1,

@@ -5,7 +5,6 @@ and evaluation share both. Where torchrun has started several processes, each do
 here and all of them get all results (dph/distributed.py); alone, one process does everything.
 """
 
-import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ class Policy:
         """SHA-256 of the weights as they are now, in float32."""
         digest = hashlib.sha256()
         for weight in self.model.parameters():
-            digest.update(weight.detach().float().cpu().contiguous().numpy().data)
+            digest.update(distributed.whole(weight.detach()).float().cpu().contiguous().numpy().data)
         return digest.hexdigest()
 
 
@@ -115,36 +114,47 @@ def score_rollouts(
         return sum(len(rollouts[index]) for index in group)
 
     scored: dict[int, Scored] = {}
-    for group in distributed.deal_share(group_by_tokens(rollouts, budget), cost):
-        batch = collate([rollouts[index] for index in group], device)
-        logprobs = token_logprobs(model, batch, temperature).logprobs.tolist()
-        lengths = [len(rollouts[index].tokens) for index in group]
-        tops: list[TopTokens | None] = [None] * len(group)
-        if top_k:
-            top = likeliest_tokens(model, batch, temperature, top_k)
-            pieces = [torch.split(tensor.cpu(), lengths) for tensor in top]
-            tops = [TopTokens(*parts) for parts in zip(*pieces, strict=True)]
-        for row, index in enumerate(group):
-            scored[index] = Scored(logprobs[row][: lengths[row]], tops[row])
+    with distributed.whole_weights(model):
+        for group in distributed.deal_share(group_by_tokens(rollouts, budget), cost):
+            batch = collate([rollouts[index] for index in group], device)
+            logprobs = token_logprobs(model, batch, temperature).logprobs.tolist()
+            lengths = [len(rollouts[index].tokens) for index in group]
+            tops: list[TopTokens | None] = [None] * len(group)
+            if top_k:
+                top = likeliest_tokens(model, batch, temperature, top_k)
+                pieces = [torch.split(tensor.cpu(), lengths) for tensor in top]
+                tops = [TopTokens(*parts) for parts in zip(*pieces, strict=True)]
+            for row, index in enumerate(group):
+                scored[index] = Scored(logprobs[row][: lengths[row]], tops[row])
     everyones = dict(distributed.gather(scored.items()))
     return [everyones[index] for index in range(len(rollouts))]
 
 
 @torch.no_grad()
 def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
-    """Who samples: the policy itself, or where `dtype` is bf16 and its weights are not, a bf16 copy of it.
+    """Who samples: the policy itself, or a copy where its weights are sharded or wider than `dtype`.
 
-    The copy is a new one, or `actor` brought up to date.
+    Args:
+        actor: an older copy, which is brought up to date in place of a new one.
     """
-    if dtype == "fp32" or policy.model.head.dtype == torch.bfloat16:
+    sharded = distributed.is_sharded(policy.model)
+    wider = dtype == "bf16" and policy.model.head.dtype != torch.bfloat16
+    if not wider and not sharded:
         return policy
     if actor is None:
-        actor = replace(policy, model=copy.deepcopy(policy.model).to(torch.bfloat16).requires_grad_(False))
+        with torch.device("meta"):
+            model = Decoder(policy.model.config)
+        weights = {
+            name: distributed.whole(weight.detach()).to(torch.bfloat16 if dtype == "bf16" else weight.dtype, copy=True)
+            for name, weight in policy.model.named_parameters()
+        }
+        model.load_state_dict(weights, assign=True)
+        model.requires_grad_(False)
         if policy.model.compiled:  # a copy is not
-            actor.model.compile_layers()
-        return actor
+            model.compile_layers()
+        return replace(policy, model=model)
     for copied, weight in zip(actor.model.parameters(), policy.model.parameters(), strict=True):
-        copied.copy_(weight)
+        copied.copy_(distributed.whole(weight))
     return actor
 
 

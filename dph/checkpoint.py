@@ -7,6 +7,7 @@ What all this promises, and how it is tested: docs/reliability.md.
 """
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -14,12 +15,12 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from safetensors import SafetensorError
@@ -36,11 +37,11 @@ from dph.model_folder import INDEX, WEIGHTS, load_model, save_model
 from dph.tokenizer import Tokenizer
 
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
-FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$"
-FREE += r"|train\.(steps|recompute|save_every|save_dtype|keep_last|keep_best)$"
+FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|shard|recompute|save_\w+|keep_\w+)$"
 MASTER = "master_weights.safetensors"  # the fp32 weights, in a checkpoint whose model.safetensors is in bf16
 DAY = "chat_day.txt"  # in a run's folder
 MADE_FROM = "made_from.json"  # in a run's folder, see dph/made_from.py
+P = ParamSpec("P")
 SUMS, PARTS = "SHA256SUMS", {"model.safetensors", "config.json", "trainer.safetensors", "state.json"}
 
 
@@ -94,21 +95,50 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-@distributed.leader_only
+# ---- one of several processes writes --------------------------------------------------------------------------------
+
+
+def is_writer() -> bool:
+    """Whether this process writes the run's files: alone always, of several the leader."""
+    return distributed.rank() == 0
+
+
+@contextmanager
+def writer_first() -> Iterator[None]:
+    """The process that writes goes through the block first: the others find its files, and a mistake is said once."""
+    if not is_writer():
+        distributed.gather([])  # waits for the writer
+    yield
+    if is_writer():
+        distributed.gather([])
+
+
+def writer_only(function: Callable[P, None]) -> Callable[P, None]:
+    """The function where files are written; elsewhere nothing."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> None:
+        if is_writer():
+            function(*args, **kwargs)
+
+    return called
+
+
+@writer_only
 def write_text(path: Path, text: str) -> None:
     """Writes a whole file, or leaves the old one."""
     with _beside(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
-@distributed.leader_only
+@writer_only
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a whole safetensors file, or leaves the old one."""
     with _beside(path) as partial:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
 
 
-@distributed.leader_only
+@writer_only
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Appends rows to a JSON Lines file and syncs it; a crash may cut the last line, which `read_log` drops."""
     try:
@@ -120,17 +150,17 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         raise _unwritten(path, error) from error
 
 
-@distributed.leader_only
+@writer_only
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes a whole file, or leaves the old one."""
     with _beside(path) as partial:
         partial.write_bytes(data)
 
 
-@distributed.leader_first()
+@writer_first()
 def copy_folder(source: Path, target: Path) -> None:
     """Copies a folder's files into another, over those of the same name."""
-    if distributed.rank() == 0:
+    if is_writer():
         shutil.copytree(source, target, dirs_exist_ok=True)
 
 
@@ -147,7 +177,7 @@ def read_log(path: Path, column: str = "") -> list[dict[str, Any]]:
     return rows
 
 
-@distributed.leader_first()
+@writer_first()
 def open_run(config: Config) -> Path:
     """Makes the run's folder with its config.toml and takes its lock until this process ends.
 
@@ -156,7 +186,7 @@ def open_run(config: Config) -> Path:
     folder = config.run_folder
     folder.mkdir(parents=True, exist_ok=True)
     try:  # the number stays open on purpose; a lock of the process, so that it may open its run twice
-        if distributed.rank() == 0:
+        if is_writer():
             fcntl.lockf(os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{folder}: another process is at work here; wait, or choose another run.name") from None
@@ -205,17 +235,20 @@ def save_checkpoint(
     """Writes checkpoints/step-N, N = state.step, and deletes others than the newest train.keep_last and the best."""
     home, step = run / "checkpoints", state.step
     home.mkdir(exist_ok=True)
-    names = {id(p): name for name, p in model.named_parameters()}
-    moments = {f"{names[id(p)]}:{key}": x.cpu() for p, kept in optimizer.state.items() for key, x in kept.items()}
-    moments = dict(distributed.gather(moments.items(), leader=True))
-    if distributed.rank():
+    weights = {name: _gathered(weight) for name, weight in model.named_parameters()}
+    moments = {
+        f"{name}:{key}": _gathered(moment)
+        for name, weight in model.named_parameters()
+        for key, moment in optimizer.state.get(weight, {}).items()
+    }
+    if not is_writer():
         return
     with _beside(home / f"step-{step}") as partial:
-        save_model(model, partial, torch.bfloat16 if train.save_dtype == "bf16" else None)
+        save_model(model, partial, torch.bfloat16 if train.save_dtype == "bf16" else None, weights)
         if train.save_dtype == "bf16":
-            write_tensors(partial / MASTER, {name: weight.cpu() for name, weight in model.state_dict().items()})
+            write_tensors(partial / MASTER, weights)
         # Tools that read every .safetensors of a folder, vLLM for one, keep to an index where there is one.
-        index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), WEIGHTS)}
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}
         write_text(partial / INDEX, json.dumps(index, indent=1) + "\n")
         tokenizer.save(partial)
         write_tensors(partial / "trainer.safetensors", moments)
@@ -266,16 +299,25 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> State
         saved = load_file(folder / MASTER)
     else:
         saved = load_model(folder, next(model.parameters()).dtype).state_dict()
-    for name, weight in model.named_parameters():
-        weight.copy_(saved[name])
     moments = load_file(folder / "trainer.safetensors")
-    updated_here = {weight for group in optimizer.param_groups for weight in group["params"]}
     for name, weight in model.named_parameters():
+        weight.copy_(distributed.part_of(saved[name], weight))
         prefix = f"{name}:"
         kept = {key.removeprefix(prefix): x for key, x in moments.items() if key.startswith(prefix)}
-        if kept and weight in updated_here:
-            optimizer.state[weight] = {  # the count of steps as it is, moments laid out in memory as the weight is
-                k: torch.empty_like(weight, dtype=x.dtype).copy_(x) if x.ndim else x.to(weight.device)
-                for k, x in kept.items()
-            }
+        if kept:
+            optimizer.state[weight] = {key: _laid_out_as(weight, moment) for key, moment in kept.items()}
     return State(**read_json(folder / "state.json"))
+
+
+def _gathered(part: Tensor) -> Tensor:
+    """A weight or moment in full, in the leader's CPU memory; the other processes keep nothing of it."""
+    whole = distributed.whole(part.detach())
+    return whole.cpu() if is_writer() else whole.new_empty(0)
+
+
+def _laid_out_as(weight: Tensor, moment: Tensor) -> Tensor:
+    """This process's part of a saved moment, on the weight's device, its numbers in memory as the weight's are."""
+    if not moment.ndim:  # the count of steps
+        return moment.to(weight.device)
+    part = distributed.part_of(moment.to(weight.device), weight)
+    return torch.empty_like(weight, dtype=moment.dtype).copy_(part)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from dph import distributed
 from dph.answering import Policy
-from dph.checkpoint import chat_day
+from dph.checkpoint import chat_day, writer_first
 from dph.config import Config, describe, load_config
 from dph.errors import UserError
 from dph.model_folder import DTYPES, check_model_folder, load_model
@@ -115,7 +115,7 @@ def set_up(config: Config) -> torch.device:
     return torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-@distributed.leader_first()
+@writer_first()
 def resolve_model(path: str, config: Config) -> Path:
     """The folder of a model: itself, the miniature's base (trained if need be), or a hub name's download."""
     if path == "miniature":
@@ -157,7 +157,7 @@ def load_policy(path: str, config: Config, device: torch.device) -> Policy:
     return Policy(model, tokenizer, folder)
 
 
-@distributed.leader_first()
+@writer_first()
 def open_task(source: str, config: Config) -> Task:
     """The task of a source, its data read and checked."""
     return load_task(source, config.data, config.run.seed, Path(config.run.folder))

@@ -75,6 +75,8 @@ class Collector:
                     experience = self._sample(state, stored, meter)
                 except UserError as error:
                     raise UserError(f"step {state.step + 1}: {error}") from None
+            if self.config.train.shard == "full":
+                self.actor = None  # makes room for training
             with meter.seconds("score"):
                 self._score_old([*experience.rollouts, *experience.pef_rollouts], state, meter)
                 self._score_reference(experience)

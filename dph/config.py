@@ -149,6 +149,7 @@ class TrainConfig:
     passes: int = key(1, "times that a step's rollouts are gone through (GRPO's mu)", low=1, high=MANY)
     rehearsal_rows: int = key(64, "stored answers of D_pef in one optimizer step", low=1, high=MANY)
     microbatch_tokens: int = key(16384, "tokens, padding included, of one forward and backward pass", low=1)
+    shard: str = key("none", "full: each of torchrun's processes holds a share of the weights (FSDP2)", "none", "full")
     recompute: bool = key(False, "compute a layer's activations again in the backward pass: less memory, more time")
     dynamic_sampling: int = key(0, "further rounds that replace groups all right or all wrong (DAPO); 0 is off", low=0)
     overlong_buffer: int = key(0, "tokens over which DAPO's overlong penalty grows to -1; 0 is off", low=0)
@@ -248,6 +249,9 @@ def _check(config: Config) -> None:
          f"train.overlong_buffer = {train.overlong_buffer} should be below sampling.max_new_tokens"),
         (train.prompts_per_step >= train.updates_per_step,
          f"train.updates_per_step = {train.updates_per_step} is more than train.prompts_per_step; each needs a group"),
+        (train.shard == "none" or not config.model.compile,
+         "train.shard = 'full' samples with a new copy of the model in each step, which model.compile would compile "
+         "anew; take one of the two"),
         (not config.eval.k or max(config.eval.k) <= config.eval.samples,
          f"eval.k = {list(config.eval.k)} should not exceed eval.samples = {config.eval.samples}"),
         (len(set(config.data.eval)) == len(config.data.eval),

@@ -1,28 +1,29 @@
 """Several processes, one run: torchrun --nproc-per-node N train.py CONFIG. Without torchrun this file does nothing.
 
-Each process, a rank, holds the whole policy and goes through the same steps. Prompts are dealt out for sampling and
-micro-batches for gradients, by cost; answers and scores are gathered, so that every rank knows all of a step, and the
-denominators of E4 and E5 are global without being sent. Gradients are summed on every rank, while the last backward
-pass is under way; each updates the parameters that it owns, keeps AdamW's moments for those alone (ZeRO's first stage,
-arXiv 1910.02054) and sends them to the others. Rank 0, the leader, writes files, words and bars.
+Each process, a rank, goes through the same steps. Prompts are dealt out for sampling and micro-batches for gradients,
+by cost. Answers and scores are gathered, so every rank knows all of a step, and the denominators of E4 and E5 are
+global without being sent. Rank 0, the leader, writes files, words and bars.
+What a rank holds of weights, gradients and moments is `train.shard`:
 
-Simplified: every rank holds all weights and gradients (docs/scale.md says up to which size that is wise). What is
-gathered are Python objects, pickled from one process of the run to another.
+- none: all of them. Gradients are summed after an update's last backward pass, and every rank takes the same step.
+- full: one N-th of each, by PyTorch's own engine, FSDP2. Weights are whole while a rank scores or trains, so that ranks
+  may have unequally many micro-batches; gradients are summed once an update.
 """
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 def rank() -> int:
@@ -44,92 +45,109 @@ def processes() -> Iterator[None]:
     if cuda := torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=6))
-    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as silence:
+    with contextlib.ExitStack() as silence:
         if rank() > 0:
+            nowhere = silence.enter_context(open(os.devnull, "w"))
             silence.enter_context(contextlib.redirect_stdout(nowhere))
             silence.enter_context(contextlib.redirect_stderr(nowhere))
         yield
     dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def leader_first() -> Iterator[None]:
-    """The leader goes through the block alone, then the others: they find what it has made."""
-    if rank() > 0:
-        dist.barrier()
-    yield
-    if rank() == 0 and size() > 1:
-        dist.barrier()
-
-
-def leader_only(function: Callable[P, None]) -> Callable[P, None]:
-    """The function on the leader; on the others nothing. For what writes files."""
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> None:
-        if rank() == 0:
-            function(*args, **kwargs)
-
-    return called
-
-
-def deal(items: Iterable[T], cost: Callable[[T], float]) -> list[list[T]]:
-    """Every rank's share: the costliest first, each to the rank with the least to do. Alone, all in their order."""
+def deal_share(items: Iterable[T], cost: Callable[[T], float]) -> list[T]:
+    """This rank's share: the costliest are dealt first, each to the rank with the least to do. Alone: all, in order."""
+    if size() == 1:
+        return list(items)
     shares, loads = list[list[T]]([] for _ in range(size())), [0.0] * size()
-    for item in sorted(items, key=cost, reverse=True) if size() > 1 else items:
+    for item in sorted(items, key=cost, reverse=True):
         least = loads.index(min(loads))
         shares[least].append(item)
         loads[least] += cost(item)
-    return shares
+    return shares[rank()]
 
 
-def deal_share(items: Iterable[T], cost: Callable[[T], float]) -> list[T]:
-    """This rank's share of what `deal` deals out."""
-    return deal(items, cost)[rank()]
-
-
-def gather(mine: Iterable[T], leader: bool = False) -> Iterable[T]:
-    """All ranks' items, on every rank, or on the leader alone and none on the others. Alone, the argument."""
+def gather(mine: Iterable[T]) -> Iterable[T]:
+    """All ranks' items, on every rank, which waits for the others; they travel pickled. Alone, the argument."""
     if size() == 1:
         return mine
-    found: list[Any] = [()] * size()
-    if leader:
-        dist.gather_object(list(mine), found if rank() == 0 else None)
-    else:
-        dist.all_gather_object(found, list(mine))
-    return [item for items in found for item in items]
+    everyones: list[Any] = [()] * size()
+    dist.all_gather_object(everyones, list(mine))
+    return [item for items in everyones for item in items]
+
+
+# ---- weights, gradients, moments -------------------------------------------------------------------------------------
+
+
+def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Leaves this rank one N-th of every weight, in one message a layer. Without torchrun: nothing happens."""
+    if not dist.is_initialized():
+        return
+    for weight in model.parameters():
+        weight.data = weight.data.contiguous()
+    mesh = init_device_mesh(weight.device.type, (size(),))
+    summed_in = torch.promote_types(weight.dtype, torch.float32)
+    precision = MixedPrecisionPolicy(reduce_dtype=summed_in)
+    for part in (*layers, model):
+        # A pass neither gathers nor sends: `whole_weights` and `sum_gradients` say when.
+        sharded = fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        sharded.set_gradient_divide_factor(1.0)  # the sum over ranks, not their mean,
+        sharded.set_force_sum_reduction_for_comms(True)  # and in a form that gloo knows, too
+        sharded.set_reshard_after_backward(False)
+        sharded.set_requires_gradient_sync(False)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` has divided its weights."""
+    return isinstance(model, FSDPModule)
 
 
 @contextlib.contextmanager
-def sum_gradients(parameters: Sequence[Tensor], passes: int) -> Iterator[None]:
-    """Sums each parameter's gradient over the ranks, where the block goes backward `passes` times on this one.
-
-    What the last pass has made is on its way while the pass goes on: in one order on all ranks, from the last parameter
-    to the first. The rest goes at the block's end: a rank without a pass, or whose pass the block gave up, sends alike.
-    """
-    if size() == 1:
-        yield
-        return
-    waiting, sent, made = list(parameters), [], dict.fromkeys(parameters, 0)
-
-    def note(parameter: Tensor) -> None:
-        made[parameter] += 1
-        while waiting and made[waiting[-1]] == passes:
-            sent.append(dist.all_reduce(waiting.pop().grad, async_op=True))
-
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    hooks = [p.register_post_accumulate_grad_hook(note) for p in parameters]  # type: ignore[no-untyped-call]
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """Every weight is whole within the block: each rank may take as many passes as it likes, on its own."""
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.unshard()
     yield
-    for hook in hooks:
-        hook.remove()
-    for work in [*sent, *(dist.all_reduce(p.grad, async_op=True) for p in reversed(waiting))]:
-        work.wait()
+    for part in parts:
+        part.reshard()
 
 
-@torch.no_grad()
-def publish(shares: Sequence[Sequence[Tensor]]) -> None:
-    """Sends every parameter from its owner to all: `shares` are what `deal` made."""
-    owned = [(owner, p) for owner, share in enumerate(shares if size() > 1 else ()) for p in share]
-    for work in [dist.broadcast(p, owner, async_op=True) for owner, p in owned]:
-        work.wait()
+def sum_gradients(model: nn.Module, empty_pass: Callable[[], Tensor]) -> None:
+    """Sums every trained parameter's gradient over the ranks; each keeps the part that it holds of the parameter.
+
+    `empty_pass` goes through all weights and returns a scalar whose gradient is zero everywhere.
+    """
+    if isinstance(model, FSDPModule):  # sums within a backward pass, and a rank may have had none: all take one more
+        model.set_requires_gradient_sync(True)
+        empty_pass().backward()  # type: ignore[no-untyped-call]
+        model.set_requires_gradient_sync(False)
+    elif size() > 1:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        for work in [dist.all_reduce(parameter.grad, async_op=True) for parameter in trained]:
+            work.wait()
+
+
+def forget_gradients(model: nn.Module) -> None:
+    """Drops what the passes of an update have left, when one of them was given up on some rank."""
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+    model.zero_grad(set_to_none=True)
+
+
+def whole(part: Tensor) -> Tensor:
+    """A weight, gradient or moment in full, gathered from all ranks: all of them have to ask."""
+    if not isinstance(part, DTensor):
+        return part
+    if part.dtype == torch.int16:  # which neither gloo nor NCCL sends
+        return part.int().full_tensor().short()
+    return part.full_tensor()
+
+
+def part_of(tensor: Tensor, weight: Tensor) -> Tensor:
+    """What this rank holds of a whole tensor that belongs to `weight`."""
+    if not isinstance(weight, DTensor):
+        return tensor
+    return distribute_tensor(tensor, weight.device_mesh, weight.placements, src_data_rank=None)

@@ -23,9 +23,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dph import distributed
 from dph.answering import Policy
-from dph.checkpoint import MADE_FROM, checkpoints, is_begun, write_text
+from dph.checkpoint import MADE_FROM, checkpoints, is_begun, write_text, writer_first
 from dph.config import Config
 from dph.errors import UserError, read_json
 from dph.prompts import PromptSet
@@ -130,7 +129,7 @@ def refuse_other(where: str | Path, found: Mapping[str, Any], wanted: Mapping[st
         raise UserError(f"{where}: made with other {names}; {way_out}")
 
 
-@distributed.leader_first()
+@writer_first()  # else another process could begin the run before the writer has looked
 def check_run(run: Path, made: Mapping[str, str]) -> None:
     """Writes RUN/made_from.json at a run's first start; later it must be the same.
 

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dph import distributed
-from dph.checkpoint import append_rows, read_log, write_text
+from dph.checkpoint import append_rows, is_writer, read_log, write_text
 from dph.errors import UserError
 from dph.rollouts import Rollout
 
 
 class Meter:
-    """Sums and counts of one step's metrics; tensors stay on their device until `means`."""
+    """Sums and counts of one step's metrics; tensors stay on their device until they are read."""
 
     def __init__(self) -> None:
+        self.processes = 1  # that have counted here
         self.totals: dict[str, Any] = defaultdict(float)
         self.counts: dict[str, Any] = defaultdict(float)
 
@@ -55,13 +55,25 @@ class Meter:
             torch.cuda.synchronize()
         self.add(f"seconds/{phase}", time.perf_counter() - begin)
 
+    def read(self) -> "Meter":
+        """The same in numbers, without tensors."""
+        found = Meter()
+        found.processes = self.processes
+        for name, total in self.totals.items():
+            found.add(name, float(total), float(self.counts[name]))
+        return found
+
+    def merge(self, other: "Meter") -> None:
+        """Adds what another process has counted in the same step."""
+        self.processes += other.processes
+        for name, total in other.totals.items():
+            self.add(name, total, other.counts[name])
+
     def means(self) -> dict[str, float]:
-        """Every metric as a number, over all processes, with the rates of sampling and training."""
-        parts = [(name, float(total), float(self.counts[name])) for name, total in self.totals.items()]
-        whole = Meter()
-        for part in distributed.gather(parts):
-            whole.add(*part)
-        found = {name: total / (whole.counts[name] or distributed.size()) for name, total in whole.totals.items()}
+        """Every metric as a number, with the rates of sampling and training; a plain sum as one process's share."""
+        found: dict[str, float] = {}
+        for name, total in self.totals.items():
+            found[name] = float(total) / (float(self.counts[name]) or self.processes)
         for phase, tokens in (("sample_and_grade", "sampled_tokens"), ("train", "trained_tokens")):
             if found.get(f"seconds/{phase}"):
                 found[f"{tokens}_per_second"] = found.get(tokens, 0.0) / found[f"seconds/{phase}"]
@@ -78,7 +90,7 @@ class RunLog:
                 kept = [row for row in read_log(path, "step") if row["step"] <= step]
                 write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.writer: Any = None
-        if tensorboard and distributed.rank() == 0:
+        if tensorboard and is_writer():
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:

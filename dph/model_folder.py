@@ -7,6 +7,7 @@ Simplified: safetensors in floating point only.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -72,15 +73,25 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: D
     return model
 
 
-def save_model(model: Decoder, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and model.safetensors in `dtype`, by default the model's. Atomic is the caller's part."""
+def save_model(
+    model: Decoder,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write config.json and model.safetensors. Atomic is the caller's part.
+
+    Args:
+        dtype: of the file; by default the weights' own.
+        weights: the model's, by name, where it does not hold them itself: those of a sharded one are gathered first.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = dtype or model.model.embed_tokens.weight.dtype
-    weights = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in model.state_dict().items()}
+    found = model.state_dict() if weights is None else weights
+    saved = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in found.items()}
     config = {key: value for key, value in model.config.source.items() if key != "torch_dtype"}
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    config["dtype"] = str(saved["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    save_file(saved, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

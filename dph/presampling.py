@@ -23,9 +23,8 @@ from typing import Any
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from dph import distributed
 from dph.answering import PRESAMPLE, Answer, Policy, acting, answer, autocast, sampling_settings, score_rollouts
-from dph.checkpoint import append_rows, copy_folder, read_log, write_tensors, write_text
+from dph.checkpoint import append_rows, copy_folder, read_log, write_tensors, write_text, writer_first
 from dph.config import Config
 from dph.errors import UserError
 from dph.made_from import answer_settings, made_from, refuse_other
@@ -54,7 +53,8 @@ def presample(policy: Policy, data: PromptSet, config: Config) -> Partition:
     if not (folder / "report.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         _make_partition(policy, data, config, folder, fingerprint)
-    partition = load_partition(folder, fingerprint)
+    with writer_first():
+        partition = load_partition(folder, fingerprint)
     (folder / "progress.jsonl").unlink(missing_ok=True)
     return partition
 
@@ -168,7 +168,6 @@ def take_over_partition(other: Path, run: Path) -> None:
         copy_folder(other / "presample", run / "presample")
 
 
-@distributed.leader_first()
 def load_partition(folder: Path, fingerprint: dict[str, str]) -> Partition:
     """Reads RUN/presample.
 

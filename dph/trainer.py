@@ -32,7 +32,7 @@ from dph.objective import Objective
 from dph.presampling import Partition
 from dph.prompts import PromptSet
 from dph.rollouts import Rollout
-from dph.updates import Optimizer, Update, make_update
+from dph.updates import Optimizer, Update, gather_metrics, make_update
 
 SKIPS = 5  # so many updates in a row without a finite gradient end the run
 
@@ -111,7 +111,7 @@ class Trainer:
                             total += loss.detach()
                 self._take_step(update, total, meter)
         self.state.step += 1
-        return meter.means()
+        return gather_metrics(meter).means()
 
     def _draw_stored(self) -> list[Rollout]:
         """The next stored answers, for all updates of a step, in an order keyed like that of the prompts."""

@@ -4,8 +4,8 @@ An update's rows are cut into micro-batches by tokens. Each gives its part of E6
 update's whole, since every term is divided by a denominator that counts all rows of the update (E4). Where a GPU's
 memory is full, the whole update is tried once more in micro-batches of half the tokens.
 
-Several processes deal the micro-batches out and sum their gradients (dph/distributed.py); each updates the parameters
-that it owns and sends them to the others. One process does all of it.
+Several processes deal the micro-batches out and sum their gradients (dph/distributed.py); each updates what it holds of
+the weights. One process does all of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +22,7 @@ from dph import distributed
 from dph.config import Config
 from dph.errors import UserError
 from dph.losses import denominator
+from dph.metrics import Meter
 from dph.model import Decoder
 from dph.optimizer import make_adamw
 from dph.rollouts import Batch, Rollout, collate, group_by_tokens
@@ -93,7 +94,7 @@ class Attempt(AbstractContextManager[Iterator[MicroBatch]]):
     """One try at an update's gradient: `with attempt as micro_batches`, with one backward pass for each.
 
     The micro-batches are this process's share. At the end of the block the gradients are summed over the processes.
-    Running out of memory within it is no error: it sets `out_of_memory`.
+    Running out of memory within it is no error: it sets `out_of_memory`, on all processes, and there are no gradients.
     """
 
     def __init__(self, model: Decoder, update: Update, budget: int) -> None:
@@ -109,8 +110,8 @@ class Attempt(AbstractContextManager[Iterator[MicroBatch]]):
         return sum(len(self.update.rows(kind)[row]) for row in group)
 
     def __enter__(self) -> Iterator[MicroBatch]:
-        self.sums = distributed.sum_gradients(list(self.model.parameters()), len(self.groups))
-        self.sums.__enter__()
+        self.weights = distributed.whole_weights(self.model)
+        self.weights.__enter__()
         return self._micro_batches()
 
     def _micro_batches(self) -> Iterator[MicroBatch]:
@@ -130,10 +131,22 @@ class Attempt(AbstractContextManager[Iterator[MicroBatch]]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self.out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if error is None or self.out_of_memory:
-            self.sums.__exit__(None, None, None)  # sums what there is: the other processes wait for it
-        return self.out_of_memory
+        full = isinstance(error, torch.OutOfMemoryError)
+        if error is not None and not full:
+            return False
+        self.out_of_memory = any(distributed.gather([full]))
+        if self.out_of_memory:
+            distributed.forget_gradients(self.model)
+        else:
+            distributed.sum_gradients(self.model, self._empty_pass)
+        self.weights.__exit__(None, None, None)
+        return full
+
+    def _empty_pass(self) -> Tensor:
+        """A loss of one token that goes through all weights and pulls on none."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.head.device)
+        logits = self.model.logits(self.model(token))  # (1, 1, V)
+        return 0 * logits.sum()
 
 
 class Optimizer:
@@ -141,8 +154,9 @@ class Optimizer:
 
     def __init__(self, model: Decoder, config: Config) -> None:
         self.model, self.config = model, config
-        self.shares = distributed.deal(model.parameters(), torch.numel)  # by the process that updates them
-        self.adamw = make_adamw(self.shares[distributed.rank()], config.optim)
+        if config.train.shard == "full":
+            distributed.shard(model, model.model.layers)
+        self.adamw = make_adamw(model.parameters(), config.optim)
 
     def attempts(self, update: Update) -> Iterator[Attempt]:
         """One try at an update; after one that ran out of memory on any process, another in half the tokens.
@@ -153,9 +167,8 @@ class Optimizer:
         for budget in (whole, whole // 2):
             attempt = Attempt(self.model, update, budget)
             yield attempt
-            if not any(distributed.gather([attempt.out_of_memory])):
+            if not attempt.out_of_memory:
                 return
-            self.model.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
         raise UserError(f"out of memory in micro-batches of {whole // 2} tokens; lower train.microbatch_tokens")
 
@@ -169,7 +182,8 @@ class Optimizer:
             updates: how many there were before.
         """
         optim = self.config.optim
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.grad_clip or float("inf")))
+        total_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.grad_clip or float("inf"))
+        norm = float(distributed.whole(total_norm))
         finite = norm < float("inf") and bool(loss.isfinite())  # False for NaN, too
         stepped = all(distributed.gather([finite]))
         if stepped:
@@ -177,6 +191,13 @@ class Optimizer:
             for group in self.adamw.param_groups:
                 group["lr"] = rate
             self.adamw.step()
-            distributed.publish(self.shares)
         self.model.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "lr": rate} if stepped else None
+
+
+def gather_metrics(meter: Meter) -> Meter:
+    """What all processes have counted in a step, on each of them."""
+    whole, *others = distributed.gather([meter.read()])
+    for other in others:
+        whole.merge(other)
+    return whole

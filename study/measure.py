@@ -2,8 +2,8 @@
 
 It trains as train.py does, answers every set of the study with the newest checkpoint, greedily and n times, and writes
 one JSON file: of each question how many answers are right, whether the greedy one is, and how many are in each style;
-also sizes of the partition, seconds a step, peak memory, and the curve of the evaluations during training. The base is
-measured alone. RUN/usage.json says, once the training is done, what it took.
+also sizes of the partition, seconds a step and peak memory. The base is measured alone. RUN/usage.json says, once the
+training is done, what it took.
 
 Simplified: the seconds of an interrupted training are those since its last start.
 """
@@ -27,8 +27,8 @@ from dph.checkpoint import newest_checkpoint, read_log, write_text
 from dph.cli import load_policy, open_task, set_up, to_the_end
 from dph.config import Config
 from dph.errors import read_json
-from dph.evaluation import evaluate, summarise
-from dph.prompts import PromptSet, tokenize
+from dph.evaluation import evaluate
+from dph.prompts import tokenize
 from dph.tasks.miniature import style_of
 from study.plan import BASE, Run, SetTable, Study, load_study, make_run
 
@@ -58,15 +58,13 @@ def measure(study: Study, run: Run) -> None:
     found["base"] = policy.weights_hash()
     found["commit"] = _commit()
     found["torch"] = torch.__version__
-    validation = study.sets["validation"].source
     if run.method == BASE:
-        found["curve"] = _curve_of_base(policy, validation, config)
         usage: dict[str, Any] = {"seconds": 0.0, "peak_bytes": 0}
     else:
         newest = newest_checkpoint(config.run_folder)
         assert newest is not None, f"{config.run_folder} holds no checkpoint"
         policy = load_policy(str(newest), config, device)
-        found |= _of_training(config.run_folder, validation)
+        found |= _of_training(config.run_folder)
         usage = read_json(config.run_folder / "usage.json")
     found["sets"] = {role: _answers(policy, each, config) for role, each in study.sets.items()}
     found["peak_bytes"] = usage["peak_bytes"]
@@ -90,16 +88,8 @@ def _commit() -> str:
     return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
 
 
-def _curve_of_base(policy: Policy, source: str, config: Config) -> dict[str, Any]:
-    """The base's point of the curve over training steps: what an evaluation during training would have found."""
-    data = tokenize(open_task(source, config), policy.tokenizer, config)
-    part = PromptSet(data.task, data.prompts[: config.eval.during_prompts])
-    result, _ = evaluate(policy, part, config, config.eval.during_samples, greedy=False)
-    return _curve({0: summarise(result, config.eval.k)})
-
-
-def _of_training(folder: Path, validation: str) -> dict[str, Any]:
-    """Sizes of the partition, medians of the seconds a step, and the curve over training steps."""
+def _of_training(folder: Path) -> dict[str, Any]:
+    """Sizes of the partition, and medians of the seconds a step."""
     report = read_json(folder / "presample" / "report.json", optional=True)
     found: dict[str, Any] = {name: report.get(name) for name in ("d_pef", "d_exp", "rehearsal_answers")}
     rows = read_log(folder / "metrics.jsonl", "step")
@@ -108,17 +98,7 @@ def _of_training(folder: Path, validation: str) -> dict[str, Any]:
     for column in columns:
         median = statistics.median(row.get(column, 0.0) for row in rows)
         found["seconds"][column.removeprefix("seconds/")] = round(median, 4)
-    found["curve"] = _curve({row["step"]: row["eval"][validation] for row in rows if validation in row.get("eval", {})})
     return found
-
-
-def _curve(summaries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """{"k": the largest k, "points": [[step, pass@1, pass@k], ...]} of summaries by step."""
-    k = max((int(name[5:]) for told in summaries.values() for name in told if name.startswith("pass@")), default=0)
-    points = []
-    for step, told in summaries.items():
-        points.append([step, round(told["pass@1"][0], 5), round(told[f"pass@{k}"][0], 5)])
-    return {"k": k, "points": points}
 
 
 def _answers(policy: Policy, wanted: SetTable, config: Config) -> dict[str, Any]:

@@ -30,6 +30,7 @@ KS = (1, 4, 8, 16, 32, 64)
 DOMAINS = {"in_domain": "in domain", "cross_domain": "cross-domain", "out_of_domain": "out of domain"}
 VALIDATION, CHOICE = "validation", (1, 16)  # the k whose mean pass@k on validation chooses
 Array = NDArray[np.float64]
+PHASES = ("sample_and_grade", "score", "train")  # of a step
 Row = dict[str, str]  # of a table: cells by column
 
 
@@ -71,16 +72,6 @@ class Setting:
     def label(self) -> str:
         """The method with its value, for pictures."""
         return f"{self.method}, {self.swept}" if self.swept else self.method
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds a step, the mean over seeds."""
-        return float(np.mean([sum(run["seconds"].values()) for run in self.runs.values()]))
-
-    @property
-    def megabytes(self) -> float:
-        """Peak memory of the training process, the mean over seeds."""
-        return float(np.mean([run["peak_bytes"] / 1e6 for run in self.runs.values()]))
 
 
 @dataclass(frozen=True)
@@ -179,26 +170,17 @@ def _score(found: Mapping[str, Any], score: str) -> Array:
     return np.array(terms.sum(1) if score == "bits" else shares.max(1))
 
 
-def keep_explore(base: Setting, setting: Setting, role: str, k: int) -> tuple[Estimate, Estimate]:
-    """Keep and explore of E11, "solved" meaning in k answers drawn from those that there are.
-
-    A question counts for keep by the base's chance to solve it, for explore by its chance not to; with k = n these are
-    0 and 1, and both are what evaluation.keep_explore gives for the questions of all seeds together.
-    """
-    seeds = common(base, setting)
-    old = values(base, role, f"pass@{k}", seeds)
-    new = values(setting, role, f"pass@{k}", seeds)
+def keep_explore(base: Setting, setting: Setting, role: str) -> tuple[Estimate, Estimate]:
+    """Keep and explore of E11 over the questions of all seeds, "solved" meaning by at least one of the n answers."""
+    score = f"pass@{samples(base, role)}"  # 1 where a question is solved, else 0
+    old = values(base, role, score, setting.runs)
+    new = values(setting, role, score)
     return estimate(new, old), estimate(new, 1 - old)
-
-
-def common(a: Setting, b: Setting) -> list[int]:
-    """The seeds that both have."""
-    return sorted(a.runs.keys() & b.runs.keys())
 
 
 def difference(a: Setting, b: Setting, role: str, score: str) -> Estimate:
     """a - b on the same questions of the seeds that both have; NaN where they have none."""
-    seeds = common(a, b)
+    seeds = a.runs.keys() & b.runs.keys()
     if not seeds:
         return NOTHING
     return estimate(values(a, role, score, seeds) - values(b, role, score, seeds))
@@ -209,11 +191,14 @@ def samples(setting: Setting, role: str) -> int:
     return min(int(run["sets"][role]["n"]) for run in setting.runs.values())
 
 
+def choice_scores(setting: Setting) -> list[str]:
+    """The scores that choose: pass@1 and pass@16 (pass@n, where there are only n answers)."""
+    return [f"pass@{min(k, samples(setting, VALIDATION))}" for k in CHOICE]
+
+
 def validation_score(setting: Setting) -> float:
-    """The mean of pass@1 and pass@16 on validation (of pass@n, where there are only n answers)."""
-    n = samples(setting, VALIDATION)
-    scores = [values(setting, VALIDATION, f"pass@{min(k, n)}") for k in CHOICE]
-    return float(np.mean([score.mean() for score in scores]))
+    """The mean of pass@1 and pass@16 on validation."""
+    return float(np.mean([values(setting, VALIDATION, score).mean() for score in choice_scores(setting)]))
 
 
 def choose(settings: Sequence[Setting]) -> list[Setting]:
@@ -247,27 +232,33 @@ def write_tables(folder: Path, results: Results) -> Path:
     base, settings, chosen = results.base, results.settings, results.chosen
     parts = [HEAD.format(n=samples(base, "in_domain"))]
     parts += [f"Note: {note}.\n" for note in results.notes]
-    parts += ["## Methods at the setting chosen on validation\n"]
-    parts += [f"### {name}\n\n{scores(base, chosen, role)}" for role, name in DOMAINS.items()]
-    parts += ["### Partition, seconds a step, memory\n\n" + COST + costs(chosen)]
+    parts += ["## Methods at the setting chosen on validation\n", *tables_of(base, chosen)]
     named = {setting.method: setting for setting in (base, *chosen)}
     for method in ("grpo", BASE, "rkl"):
         if method in named:
-            others = [setting for setting in chosen if setting.method != method]
-            parts += [f"## Each method minus {method}\n\n{PAIRED}{differences(others, named[method])}"]
-    parts += ["## Every setting\n", "### The choice\n\n" + choices(base, settings, chosen)]
-    parts += [f"### {name}\n\n{scores(base, settings, role)}" for role, name in DOMAINS.items()]
-    parts += ["### Partition, seconds a step, memory\n\n" + costs(settings), made_with(base, settings)]
-    write_text(folder / "tables.md", "\n".join(parts))
+            rows = [differences(each, named[method]) for each in chosen if each.method != method]
+            parts.append(f"## Each method minus {method}\n\n{PAIRED}{markdown(rows)}")
+    rows = [choice(each, chosen) for each in (base, *settings)]
+    parts += ["## Every setting\n", "### The choice\n\n" + markdown(rows), *tables_of(base, settings)]
+    write_text(folder / "tables.md", "\n".join([*parts, made_with(base, settings)]))
     return folder / "tables.md"
+
+
+def tables_of(base: Setting, settings: Sequence[Setting]) -> list[str]:
+    """A table of each domain's scores, and one of what the settings cost."""
+    tables = []
+    for role, name in DOMAINS.items():
+        rows = [scores(base, each, role) for each in (base, *settings)]
+        tables.append(f"### {name}\n\n{markdown(rows)}")
+    rows = [costs(each) for each in settings]
+    return [*tables, f"### Partition, seconds a step, memory\n\n{COST}{markdown(rows)}"]
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table; its columns are those of the first row, "" where there is none."""
     columns = list(rows[0]) if rows else []
-    cells = [columns, *([row[column] for column in columns] for row in rows)]
-    header, *lines = [f"| {' | '.join(line)} |" for line in cells]
-    return "\n".join([header, "| --- " * len(columns) + "|", *lines]) + "\n"
+    cells = [columns, ["---"] * len(columns), *(list(row.values()) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def row_of(setting: Setting) -> Row:
@@ -275,66 +266,52 @@ def row_of(setting: Setting) -> Row:
     return {"method": setting.method, "setting": setting.swept}
 
 
-def scores(base: Setting, settings: Sequence[Setting], role: str) -> str:
+def scores(base: Setting, setting: Setting, role: str) -> Row:
     """Greedy, pass@k, keep, explore and styles of one set."""
+    row = row_of(setting) | {"seeds": str(len(setting.runs))}
     n = samples(base, role)
-    rows = []
-    for setting in (base, *settings):
-        row = row_of(setting) | {"seeds": str(len(setting.runs))}
-        for score in ("greedy", *(f"pass@{k}" for k in KS if k <= n)):
-            row[score] = str(estimate(values(setting, role, score)))
-        keep, explore = keep_explore(base, setting, role, n)
-        row["keep"] = "" if setting is base else str(keep)
-        row["explore"] = "" if setting is base else str(explore)
-        row["bits"] = str(estimate(values(setting, role, "bits")))
-        row["top style"] = str(estimate(values(setting, role, "top")))
-        rows.append(row)
-    return markdown(rows)
+    for score in ("greedy", *(f"pass@{k}" for k in KS if k <= n)):
+        row[score] = str(estimate(values(setting, role, score)))
+    keep, explore = keep_explore(base, setting, role)
+    row["keep"] = "" if setting is base else str(keep)
+    row["explore"] = "" if setting is base else str(explore)
+    row["bits"] = str(estimate(values(setting, role, "bits")))
+    row["top style"] = str(estimate(values(setting, role, "top")))
+    return row
 
 
-def costs(settings: Sequence[Setting]) -> str:
+def costs(setting: Setting) -> Row:
     """|D_pef|, |D_exp|, seconds a step by phase, peak memory."""
-    phases = dict.fromkeys(phase for setting in settings for run in setting.runs.values() for phase in run["seconds"])
-    rows = []
-    for setting in settings:
-        row = row_of(setting)
-        runs = list(setting.runs.values())
-        for name, column in (("d_pef", "D_pef"), ("d_exp", "D_exp")):
-            sizes = [run[name] for run in runs]
-            row[column] = "–" if None in sizes else f"{np.mean(sizes):.0f}"
-        for phase in phases:
-            row[f"{phase} s"] = f"{np.mean([run['seconds'].get(phase, 0.0) for run in runs]):.2f}"
-        row["step s"] = f"{setting.step_seconds:.2f}"
-        row["MB"] = f"{setting.megabytes:.0f}"
-        rows.append(row)
-    return markdown(rows)
+    row = row_of(setting)
+    runs = list(setting.runs.values())
+    for name, column in (("d_pef", "D_pef"), ("d_exp", "D_exp")):
+        sizes = [run[name] for run in runs]
+        row[column] = "–" if None in sizes else f"{np.mean(sizes):.0f}"
+    for phase in PHASES:
+        row[f"{phase} s"] = f"{np.mean([run['seconds'].get(phase, 0.0) for run in runs]):.2f}"
+    row["step s"] = f"{np.mean([sum(run['seconds'].values()) for run in runs]):.2f}"
+    row["MB"] = f"{np.mean([run['peak_bytes'] / 1e6 for run in runs]):.0f}"
+    return row
 
 
-def differences(settings: Sequence[Setting], against: Setting) -> str:
+def differences(setting: Setting, against: Setting) -> Row:
     """pass@1, pass@16 and pass@64 of each domain, minus those of `against`."""
-    rows = []
-    for setting in settings:
-        row = row_of(setting)
-        for role, name in DOMAINS.items():
-            for k in (1, 16, 64):
-                if k <= samples(against, role):
-                    row[f"{name}, pass@{k}"] = difference(setting, against, role, f"pass@{k}").signed()
-        rows.append(row)
-    return markdown(rows)
+    row = row_of(setting)
+    for role, name in DOMAINS.items():
+        for k in (1, 16, 64):
+            if k <= samples(against, role):
+                row[f"{name}, pass@{k}"] = difference(setting, against, role, f"pass@{k}").signed()
+    return row
 
 
-def choices(base: Setting, settings: Sequence[Setting], chosen: Sequence[Setting]) -> str:
-    """The scores on validation by which the settings are chosen."""
-    n = samples(base, VALIDATION)
-    rows = []
-    for setting in (base, *settings):
-        row = row_of(setting) | {"seeds": str(len(setting.runs))}
-        for k in CHOICE:
-            row[f"pass@{min(k, n)}"] = str(estimate(values(setting, VALIDATION, f"pass@{min(k, n)}")))
-        row["their mean"] = f"{validation_score(setting):.4f}"
-        row[""] = "chosen" if setting in chosen and setting.swept else ""
-        rows.append(row)
-    return markdown(rows)
+def choice(setting: Setting, chosen: Sequence[Setting]) -> Row:
+    """The scores on validation by which a setting is chosen."""
+    row = row_of(setting) | {"seeds": str(len(setting.runs))}
+    for score in choice_scores(setting):
+        row[score] = str(estimate(values(setting, VALIDATION, score)))
+    row["their mean"] = f"{validation_score(setting):.4f}"
+    row[""] = "chosen" if setting in chosen and setting.swept else ""
+    return row
 
 
 def made_with(base: Setting, settings: Sequence[Setting]) -> str:

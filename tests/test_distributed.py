@@ -1,6 +1,5 @@
 """Several processes make the same run as one: samples, rewards, partition, weights; and end with one that dies."""
 
-import contextlib
 import json
 import os
 import signal
@@ -13,11 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from dph import distributed
-from dph.checkpoint import checkpoints, read_log
+from dph.checkpoint import checkpoints, read_log, writer_first
 from dph.trainer import Trainer
 from tests.helpers import SMALL_RUN, tiny_folder
 from tests.test_presampling import make
@@ -50,19 +49,24 @@ def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def test_alone_everything_is_mine_and_nothing_is_sent() -> None:
-    items, weight = [3, 1, 2], torch.ones(2, requires_grad=True)
-    assert distributed.deal(items, float) == [items]
+    items, layer = [3, 1, 2], torch.nn.Linear(2, 1)
+    assert distributed.deal_share(items, float) == items
     assert distributed.gather(items) is items
-    with distributed.sum_gradients([weight], 1):
-        assert weight.grad is None
-    distributed.publish([[weight]])
-    assert weight.grad is None
+    distributed.shard(layer, [])
+    assert not distributed.is_sharded(layer)
+    with distributed.whole_weights(layer):
+        distributed.sum_gradients(layer, lambda: pytest.fail("nothing is to be summed"))
+    assert layer.weight.grad is None
+    assert distributed.whole(layer.weight) is layer.weight
 
 
 def test_the_dealing_is_even_by_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "size", lambda: 3)
-    shares = distributed.deal([5, 1, 1, 1, 4, 4, 1, 1], float)
-    assert [sum(share) for share in shares] == [6, 6, 6]
+    loads = []
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        loads.append(sum(distributed.deal_share([5, 1, 1, 1, 4, 4, 1, 1], float)))
+    assert loads == [6, 6, 6]
 
 
 # ---- the same run ---------------------------------------------------------------
@@ -83,19 +87,37 @@ def in_float64(folder: Path, *more: str) -> Trainer:
     return made
 
 
-def train(folder: Path, more: list[str], full: bool = False) -> None:
-    """What each process does: five steps, then the leader writes the weights. `full`: the last lacks memory once."""
+def bytes_held(made: Trainer) -> dict[str, int]:
+    """What this process has in memory of weights, gradients and moments where an optimizer step begins."""
+    weights = list(made.policy.model.parameters())
+    moments = [moment for kept in made.optimizer.adamw.state.values() for moment in kept.values() if moment.ndim]
+    kinds = {"weights": weights, "gradients": [w.grad for w in weights if w.grad is not None], "moments": moments}
+    return {
+        kind: sum(x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes for x in tensors)
+        for kind, tensors in kinds.items()
+    }
+
+
+def train(folder: Path, more: list[str], lacks_memory: bool = False) -> None:
+    """What each process does: five steps; weights.safetensors of the leader, held-RANK.json of each.
+
+    Args:
+        lacks_memory: whether the last process runs out of memory once.
+    """
     with distributed.processes():
-        if full and distributed.rank() == distributed.size() - 1:
+        if lacks_memory and distributed.rank() == distributed.size() - 1:
             fails_at({3}, pytest.MonkeyPatch())
-        with distributed.leader_first():
+        with writer_first():
             made = in_float64(folder, "--train.steps=5", *more)
+        held: dict[str, int] = {}
+        made.optimizer.adamw.register_step_post_hook(lambda *_: held.update(bytes_held(made)))
         made.run()
+        (folder / f"held-{distributed.rank()}.json").write_text(json.dumps(held))
+        weights = {
+            name: distributed.whole(weight.detach()).clone(memory_format=torch.contiguous_format)
+            for name, weight in made.policy.model.named_parameters()
+        }
         if distributed.rank() == 0:
-            weights = {
-                name: w.detach().clone(memory_format=torch.contiguous_format)
-                for name, w in made.policy.model.named_parameters()
-            }
             save_file(weights, folder / "weights.safetensors")
 
 
@@ -114,80 +136,66 @@ def test_two_processes_divide_the_prompts_as_one_does(tmp_path: Path) -> None:
     torch.testing.assert_close(found[0][2], found[1][2])
 
 
+Run = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]], list[dict[str, Any]]]
+
+
+def weights_rollouts_metrics(folder: Path, count: int, *more: str) -> Run:
+    """What five steps by `count` processes leave behind."""
+    finished(torchrun(count, "-m", "tests.test_distributed", "train", folder, *more))
+    rollouts = [load_file(folder / "run" / "rollouts" / f"step-{step}.safetensors") for step in range(1, 6)]
+    return load_file(folder / "weights.safetensors"), rollouts, read_log(folder / "run" / "metrics.jsonl")
+
+
+def assert_same_run(found: Run, expected: Run) -> None:
+    for name, weight in expected[0].items():
+        torch.testing.assert_close(found[0][name], weight, rtol=0, atol=1e-9)
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        for name, values in theirs.items():
+            torch.testing.assert_close(ours[name], values, rtol=0, atol=1e-6)  # tokens, rewards: integers
+    for row, expected_row in zip(found[2], expected[2], strict=True):
+        for name, value in expected_row.items():
+            if "second" not in name and name != "sampler_gap":
+                assert row[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "method", ["dph_js", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "dph_js")]
 )
-def test_two_and_four_processes_make_the_run_of_one(tmp_path: Path, method: str) -> None:
-    found = {}
-    for count in (1, 2, 4):
-        folder = tmp_path / str(count)
-        finished(torchrun(count, "-m", "tests.test_distributed", "train", folder, *METHODS[method]))
-        rollouts = [load_file(folder / "run" / "rollouts" / f"step-{step}.safetensors") for step in range(1, 6)]
-        found[count] = load_file(folder / "weights.safetensors"), rollouts, read_log(folder / "run" / "metrics.jsonl")
-    start = load_file(tmp_path / "1" / "model" / "model.safetensors")
-    assert any((start[name] - w).abs().max() > 1e-4 for name, w in found[1][0].items())
-    for count in (2, 4):
-        for name, expected in found[1][0].items():
-            torch.testing.assert_close(found[count][0][name], expected, rtol=0, atol=1e-9)
-        for ours, theirs in zip(found[count][1], found[1][1], strict=True):
-            for name, expected in theirs.items():
-                torch.testing.assert_close(ours[name], expected, rtol=0, atol=1e-6)  # tokens, rewards: integers
-        for ours, theirs in zip(found[count][2], found[1][2], strict=True):
-            for name, value in theirs.items():
-                if "second" not in name and name != "sampler_gap":
-                    assert ours[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+def test_any_number_of_processes_makes_the_run_of_one(tmp_path: Path, method: str) -> None:
+    alone = weights_rollouts_metrics(tmp_path / "alone", 1, *METHODS[method])
+    start = load_file(tmp_path / "alone" / "model" / "model.safetensors")
+    assert any((start[name] - w).abs().max() > 1e-4 for name, w in alone[0].items())
+    for count, shard in ((2, "none"), (4, "none"), (1, "full"), (2, "full"), (4, "full")):
+        folder = tmp_path / f"{shard}-{count}"
+        assert_same_run(weights_rollouts_metrics(folder, count, *METHODS[method], f"--train.shard={shard}"), alone)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_shard_is_a_share_of_weights_gradients_and_moments(tmp_path: Path, count: int) -> None:
+    weights_rollouts_metrics(tmp_path / "alone", 1)
+    weights_rollouts_metrics(tmp_path / "shards", count, "--train.shard=full")
+    whole = json.loads((tmp_path / "alone" / "held-0.json").read_text())
+    assert whole["moments"] == 2 * whole["weights"] == 2 * whole["gradients"] > 0
+    for rank in range(count):
+        held = json.loads((tmp_path / "shards" / f"held-{rank}.json").read_text())
+        assert set(held) == set(whole)
+        assert sum(held.values()) <= 1.3 / count * sum(whole.values())
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_memory_that_one_of_two_lacks_makes_both_try_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_memory_that_one_of_two_lacks_makes_both_try_again(tmp_path: Path, shard: str) -> None:
     weights = []
-    for count, mode in ((1, "train"), (2, "full")):
+    for count, mode in ((1, "train"), (2, "lacks_memory")):
         folder = tmp_path / mode
-        finished(torchrun(count, "-m", "tests.test_distributed", mode, folder, *METHODS["dph_js"]))
+        more = [*METHODS["dph_js"], f"--train.shard={shard}"]
+        finished(torchrun(count, "-m", "tests.test_distributed", mode, folder, *more))
         weights.append(load_file(folder / "weights.safetensors"))
     for name, expected in weights[0].items():
         torch.testing.assert_close(weights[1][name], expected, rtol=0, atol=1e-9)
-
-
-class Fails(torch.autograd.Function):
-    """Memory is full half way through a backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError
-
-
-def sums() -> None:
-    """What each of two processes does: the first has no backward pass, the other three, of which the last may fail."""
-    torch.manual_seed(0)
-    first, last, x = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2), torch.ones(5, 3)
-    parameters = [*first.parameters(), *last.parameters()]
-    alone = torch.autograd.grad(last(first(x).tanh()).sum(), parameters)
-    with distributed.processes(), mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
-        for fails in (False, True):
-            sent.reset_mock()
-            with distributed.sum_gradients(parameters, 3 * distributed.rank()):
-                for i in range(3 * distributed.rank()):
-                    assert sent.call_count == 0, "sent before the last pass"
-                    middle = first(x).tanh()
-                    with contextlib.suppress(torch.OutOfMemoryError):
-                        last(Fails.apply(middle) if fails and i == 2 else middle).sum().backward()  # type: ignore[no-untyped-call]
-                early = sent.call_count
-            assert early == distributed.rank() * (2 if fails else 4)
-            assert sent.call_count == 4
-            for p, one, times in zip(parameters, alone, (3 - fails, 3 - fails, 3, 3), strict=True):
-                torch.testing.assert_close(p.grad, times * one)
-
-
-@pytest.mark.distributed
-def test_gradients_are_summed_within_the_last_pass_whatever_becomes_of_it() -> None:
-    finished(torchrun(2, "-m", "tests.test_distributed", "sums"))
 
 
 # ---- the commands ---------------------------------------------------------------
@@ -219,14 +227,17 @@ def test_two_processes_evaluate_as_one_does(tmp_path: Path, small: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_run_begun_by_two_goes_on_with_one_and_with_three(tmp_path: Path, small: Path) -> None:
-    out, err = finished(torchrun(2, ROOT / "train.py", small, "--eval.final=false"))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_goes_on_with_any_number_of_processes_in_copies_or_shards(
+    tmp_path: Path, small: Path, dtype: str
+) -> None:
+    held_in = [f"--model.dtype={dtype}", f"--run.dtype={dtype}"]
+    out, err = finished(torchrun(2, ROOT / "train.py", small, "--eval.final=false", *held_in))
     assert out.count("D_pef:") == 1
     assert err.count("pre-sampling, first:   0%") == 1
-    for count, steps in ((1, 3), (3, 5)):
-        finished(
-            torchrun(count, ROOT / "train.py", small, f"--train.steps={steps}", f"--eval.final={count == 3}".lower())
-        )
+    for count, steps, shard in ((1, 3, "none"), (3, 4, "full"), (2, 5, "none")):
+        more = [f"--train.steps={steps}", f"--train.shard={shard}", f"--eval.final={steps == 5}".lower(), *held_in]
+        finished(torchrun(count, ROOT / "train.py", small, *more))
     run = tmp_path / "runs" / "small"
     assert [row["step"] for row in read_log(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     assert [c.name for c in checkpoints(run)] == ["step-4", "step-5"]
@@ -269,7 +280,5 @@ def test_a_mistake_is_said_in_its_line(small: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "presample":
         distributed.processes()(make)(Path(sys.argv[2]), *sys.argv[3:])
-    elif sys.argv[1] == "sums":
-        sums()
     else:
-        train(Path(sys.argv[2]), sys.argv[3:], full=sys.argv[1] == "full")
+        train(Path(sys.argv[2]), sys.argv[3:], lacks_memory=sys.argv[1] == "lacks_memory")

@@ -11,8 +11,8 @@ LEVELS = [
     {"config_values"},
     {"config", "plain"},
     {"tasks", "losses", "rollouts", "checkpoint", "optimizer"},
-    {"sampler", "scoring", "prompts", "miniature_base"},
-    {"answering", "metrics", "updates"},
+    {"sampler", "scoring", "prompts", "miniature_base", "metrics"},
+    {"answering", "updates"},
     {"made_from"},
     {"presampling", "evaluation", "collector", "objective"},
     {"cli"},
@@ -53,6 +53,11 @@ def test_imports_run_downward() -> None:
                 assert level(name) < level(path.stem), f"{path.name} imports {name}"
     for path in (ROOT / "dph" / "tasks").glob("*.py"):
         assert imported(path) <= {"errors", "text", "config", "tasks"}, path.name
+
+
+def test_few_files_know_of_several_processes() -> None:
+    knowing = {path.stem for path in (ROOT / "dph").rglob("*.py") if "distributed" in imported(path)}
+    assert knowing == {"answering", "checkpoint", "cli", "updates"}
 
 
 def test_the_study_uses_dph_and_never_the_reverse() -> None:
