@@ -139,11 +139,7 @@ def forget_gradients(model: nn.Module) -> None:
 
 def whole(part: Tensor) -> Tensor:
     """A weight, gradient or moment in full, gathered from all ranks: all of them have to ask."""
-    if not isinstance(part, DTensor):
-        return part
-    if part.dtype == torch.int16:  # which neither gloo nor NCCL sends
-        return part.int().full_tensor().short()
-    return part.full_tensor()
+    return part.full_tensor() if isinstance(part, DTensor) else part
 
 
 def part_of(tensor: Tensor, weight: Tensor) -> Tensor:
