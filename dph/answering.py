@@ -140,8 +140,8 @@ def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
         actor: an older copy, which is brought up to date in place of a new one.
     """
     model = policy.model
-    in_its_type = dtype == "fp32" or model.head.dtype == torch.bfloat16
-    if in_its_type and not adapters(model) and not distributed.is_sharded(model):
+    wider = dtype == "bf16" and model.head.dtype != torch.bfloat16
+    if not wider and not adapters(model) and not distributed.is_sharded(model):
         return policy
     with distributed.whole_weights(model):
         if actor is not None:

@@ -335,8 +335,8 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: Optimizer) -> State
 
 def _gathered(part: Tensor) -> Tensor:
     """A weight or moment in full, in the leader's CPU memory; the other processes keep nothing of it."""
-    sendable = part.view(torch.bfloat16) if part.dtype == torch.int16 else part  # gloo and NCCL know no int16
-    whole = distributed.whole(sendable.detach()).view(part.dtype)
+    sent = part.int() if part.dtype == torch.int16 else part  # neither gloo nor NCCL sends int16
+    whole = distributed.whole(sent.detach()).to(part.dtype)
     return whole.cpu() if is_writer() else whole.new_empty(0)
 
 

@@ -71,7 +71,7 @@ class SplitAdamW(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8})
         for group in self.param_groups:
             for weight in group["params"]:
-                if not isinstance(weight, DTensor):  # FSDP sums in float32 by itself, and rounds the sum
+                if not isinstance(weight, DTensor):  # FSDP2 sums in float32 by itself, and rounds the sum once
                     weight.grad_dtype = torch.float32
 
     @torch.no_grad()

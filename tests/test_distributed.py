@@ -246,12 +246,16 @@ def test_bf16_weights_learn_alike_in_copies_and_in_shards(tmp_path: Path, small:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_run_goes_on_with_any_number_of_processes_in_copies_or_shards(tmp_path: Path, small: Path) -> None:
-    out, err = finished(torchrun(2, ROOT / "train.py", small, "--eval.final=false"))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_goes_on_with_any_number_of_processes_in_copies_or_shards(
+    tmp_path: Path, small: Path, dtype: str
+) -> None:
+    held_in = [f"--model.dtype={dtype}", f"--run.dtype={dtype}"]
+    out, err = finished(torchrun(2, ROOT / "train.py", small, "--eval.final=false", *held_in))
     assert out.count("D_pef:") == 1
     assert err.count("pre-sampling, first:   0%") == 1
     for count, steps, shard in ((1, 3, "none"), (3, 4, "full"), (2, 5, "none")):
-        more = [f"--train.steps={steps}", f"--train.shard={shard}", f"--eval.final={steps == 5}".lower()]
+        more = [f"--train.steps={steps}", f"--train.shard={shard}", f"--eval.final={steps == 5}".lower(), *held_in]
         finished(torchrun(count, ROOT / "train.py", small, *more))
     run = tmp_path / "runs" / "small"
     assert [row["step"] for row in read_log(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
