@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from benchmarks.measure import cost, machine
 from dph.model import Decoder
 from dph.model_folder import load_model
+from dph.packing import PackedLinear, pack
 from dph.sampler import SamplingSettings, sample
 from dph.tasks.base import Prompt
 from dph.tokenizer import load_tokenizer
@@ -68,12 +69,16 @@ def matrices(model: Decoder) -> list[Tensor]:
 
 def limit(model: Decoder, rows: int, tokens: int) -> int:
     """The matrix products of `tokens` decode steps of `rows` rows, and nothing else; returns rows * tokens."""
-    weights = [*matrices(model), model.head]
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
+    head = model.head
+    kind = nn.Linear if model.packed_head is None else PackedLinear
+    modules = [module for module in model.model.layers.modules() if isinstance(module, kind)]
+    weights = matrices(model)
+    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in [*weights, head]}
     with torch.inference_mode():
         for _ in range(tokens):
-            for weight in weights:
-                nn.functional.linear(inputs[weight.shape[1]], weight)
+            for module, weight in zip(modules, weights, strict=True):
+                module(inputs[weight.shape[1]])
+            model.logits(inputs[head.shape[1]])
     return rows * tokens
 
 
@@ -88,6 +93,7 @@ def compare(folder: Path, dtype: torch.dtype, wanted: argparse.Namespace) -> dic
     """{"forced" or "natural": {"ours", "transformers", "limit": figures}}."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer, model = load_tokenizer(folder), load_model(folder, dtype, device)
+    pack(model)  # as answering.acting does
     prompts = [tokenizer.chat([{"role": "user", "content": ASKED[i % len(ASKED)]}]) for i in range(wanted.prompts)]
     oracle = None
     if not wanted.alone:

@@ -17,6 +17,7 @@ import torch
 from dph import distributed
 from dph.config import Config
 from dph.model import Decoder
+from dph.packing import pack
 from dph.prompts import PromptSet
 from dph.rollouts import Rollout, TopTokens, collate, group_by_tokens
 from dph.sampler import SamplingSettings, sample_stream
@@ -139,9 +140,11 @@ def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
         actor = replace(policy, model=copy.deepcopy(policy.model).to(torch.bfloat16).requires_grad_(False))
         if policy.model.compiled:  # a copy is not
             actor.model.compile_layers()
+        pack(actor.model)
         return actor
     for copied, weight in zip(actor.model.parameters(), policy.model.parameters(), strict=True):
         copied.copy_(weight)
+    pack(actor.model)
     return actor
 
 

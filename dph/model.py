@@ -315,6 +315,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.model, self.compiled = config, Trunk(config), False
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, False)
+        self.packed_head: nn.Module | None = None  # what computes the logits of a model that dph/packing.py has packed
         # No buffer: it stays float32 when the model is cast, and real when the model is built on the meta device.
         self.frequencies, self.attention_factor = rope_frequencies(config)
 
@@ -356,6 +357,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), in the type of the model (or of autocast)."""
+        if self.packed_head is not None:
+            return self.packed_head(hidden)  # type: ignore[no-any-return]
         return F.linear(hidden, self.head)
 
     @property

@@ -7,7 +7,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"errors", "distributed", "text"},
     {"chat_template", "token_settings", "divergences", "model"},
-    {"tokenizer", "model_folder"},
+    {"tokenizer", "model_folder", "packing"},
     {"config_values"},
     {"config", "plain"},
     {"tasks", "losses", "rollouts", "checkpoint"},
