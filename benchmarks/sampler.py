@@ -67,18 +67,24 @@ def matrices(model: Decoder) -> list[Tensor]:
     return [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
 
 
+def products(model: Decoder, rows: int) -> list[tuple[nn.Module, Tensor]]:
+    """The layers' products in the order in which a token meets them: what multiplies, and `rows` rows for it."""
+    kind = nn.Linear if model.packed_head is None else PackedLinear
+    multiply = [module for module in model.model.layers.modules() if isinstance(module, kind)]
+    sizes = {weight.shape[1] for weight in matrices(model)}
+    inputs = {size: torch.randn(rows, size, dtype=model.head.dtype, device=model.head.device) for size in sizes}
+    return [(module, inputs[weight.shape[1]]) for module, weight in zip(multiply, matrices(model), strict=True)]
+
+
 def limit(model: Decoder, rows: int, tokens: int) -> int:
     """The matrix products of `tokens` decode steps of `rows` rows, and nothing else; returns rows * tokens."""
-    head = model.head
-    kind = nn.Linear if model.packed_head is None else PackedLinear
-    modules = [module for module in model.model.layers.modules() if isinstance(module, kind)]
-    weights = matrices(model)
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in [*weights, head]}
+    layers = products(model, rows)
+    hidden = torch.randn(rows, model.head.shape[1], dtype=model.head.dtype, device=model.head.device)
     with torch.inference_mode():
         for _ in range(tokens):
-            for module, weight in zip(modules, weights, strict=True):
-                module(inputs[weight.shape[1]])
-            model.logits(inputs[head.shape[1]])
+            for module, inputs in layers:
+                module(inputs)
+            model.logits(hidden)
     return rows * tokens
 
 
