@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from benchmarks.measure import cost, machine
 from dph.model import Decoder
 from dph.model_folder import load_model
+from dph.packing import PackedLinear, pack
 from dph.sampler import SamplingSettings, sample
 from dph.tasks.base import Prompt
 from dph.tokenizer import load_tokenizer
@@ -61,19 +62,32 @@ def theirs(model: Any, prompts: list[list[int]], samples: int, tokens: int, end_
     return int((ended == 0).sum() + (ended[:, -1] > 0).sum())  # what follows an end token is padding
 
 
+def multiplied(model: Decoder) -> list[nn.Module]:
+    """The layers' linear modules, in the order in which a token meets them; the head is not among them."""
+    return [module for module in model.model.layers.modules() if isinstance(module, nn.Linear | PackedLinear)]
+
+
 def matrices(model: Decoder) -> list[Tensor]:
-    """The layers' matrices, in the order in which a token meets them; the head is not among them."""
-    return [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+    """Their matrices."""
+    return [module.get_parameter("weight") for module in multiplied(model)]
+
+
+def products(model: Decoder, rows: int) -> list[tuple[nn.Module, Tensor]]:
+    """The layers' products in the order in which a token meets them: what multiplies, and `rows` rows for it."""
+    sizes = {weight.shape[1] for weight in matrices(model)}
+    inputs = {size: torch.randn(rows, size, dtype=model.head.dtype, device=model.head.device) for size in sizes}
+    return [(module, inputs[module.get_parameter("weight").shape[1]]) for module in multiplied(model)]
 
 
 def limit(model: Decoder, rows: int, tokens: int) -> int:
     """The matrix products of `tokens` decode steps of `rows` rows, and nothing else; returns rows * tokens."""
-    weights = [*matrices(model), model.head]
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
+    layers = products(model, rows)
+    hidden = torch.randn(rows, model.head.shape[1], dtype=model.head.dtype, device=model.head.device)
     with torch.inference_mode():
         for _ in range(tokens):
-            for weight in weights:
-                nn.functional.linear(inputs[weight.shape[1]], weight)
+            for module, inputs in layers:
+                module(inputs)
+            model.logits(hidden)
     return rows * tokens
 
 
@@ -88,6 +102,7 @@ def compare(folder: Path, dtype: torch.dtype, wanted: argparse.Namespace) -> dic
     """{"forced" or "natural": {"ours", "transformers", "limit": figures}}."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer, model = load_tokenizer(folder), load_model(folder, dtype, device)
+    pack(model)  # as answering.acting does
     prompts = [tokenizer.chat([{"role": "user", "content": ASKED[i % len(ASKED)]}]) for i in range(wanted.prompts)]
     oracle = None
     if not wanted.alone:

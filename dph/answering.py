@@ -17,6 +17,7 @@ from dph import distributed
 from dph.adapter import adapters, merged, merged_weights
 from dph.config import Config
 from dph.model import Decoder
+from dph.packing import pack
 from dph.prompts import PromptSet
 from dph.rollouts import Rollout, TopTokens, collate, group_by_tokens
 from dph.sampler import SamplingSettings, sample_stream
@@ -144,16 +145,17 @@ def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
     if not wider and not adapters(model) and not distributed.is_sharded(model):
         return policy
     with distributed.whole_weights(model):
-        if actor is not None:
+        if actor is None:
+            held = torch.promote_types(model.head.dtype, torch.float32)
+            actor = replace(policy, model=merged(model, torch.bfloat16 if dtype == "bf16" else held))
+            if model.compiled:  # a copy is not
+                actor.model.compile_layers()
+        else:
             copies = dict(actor.model.named_parameters())
             for name, weight in merged_weights(model):
                 copies[name].copy_(weight)
-            return actor
-        held = torch.promote_types(model.head.dtype, torch.float32)
-        copy = merged(model, torch.bfloat16 if dtype == "bf16" else held)
-    if model.compiled:  # a copy is not
-        copy.compile_layers()
-    return replace(policy, model=copy)
+    pack(actor.model)
+    return actor
 
 
 def autocast(model: Decoder, dtype: str) -> torch.autocast:

@@ -168,47 +168,82 @@ class Layout(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What one layer reads of a KVCache in one call: views of it, whose last columns are written first."""
+    """What one layer reads and writes of a KVCache in one call."""
 
-    keys: Tensor  # (rows, kv_heads, C, head_dim)
+    keys: Tensor  # (rows, kv_heads, columns, head_dim)
     values: Tensor
-    mask: Tensor | None  # (rows, 1, 1, C) to add; None in a prefill, which reads its own columns alone
+    written: Tensor  # (T,) the columns that the call's tokens take
+    mask: Tensor | None  # (rows, 1, 1, columns) to add; None in a prefill, which reads its own columns alone
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (rows, T, heads, head_dim), k and v (rows, T, kv_heads, head_dim) -> (rows, T, heads, head_dim)."""
         for store, new in ((self.keys, k), (self.values, v)):
-            store[:, :, -k.shape[1] :] = new.transpose(1, 2)
+            store.index_copy_(2, self.written, new.transpose(1, 2).to(store.dtype))
         if self.mask is None:
             return causal(q, k, v)
         # The query heads of one kv head become that many query positions: no key or value is replicated.
-        grouped = q.reshape(len(q), k.shape[2], -1, q.shape[3])
-        return F.scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=self.mask).view_as(q)
+        grouped = q.reshape(len(q), k.shape[2], -1, q.shape[3])  # (rows, kv_heads, heads / kv_heads, head_dim)
+        return self._read(grouped, self.mask).reshape(q.shape)
+
+    def _read(self, q: Tensor, mask: Tensor) -> Tensor:
+        """softmax(q · keys / sqrt(head_dim)) · values, for q (rows, kv_heads, positions, head_dim)."""
+        if not self.keys.is_cpu:
+            return F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask)
+        # On a CPU the fused kernel makes two tiny products for each row and head; two products for all rows and heads
+        # together take half its time, as long as keys and values are contiguous: KVCache.lay_out sees to that.
+        scores = torch.matmul(q, self.keys.mT) * q.shape[-1] ** -0.5 + mask  # (rows, kv_heads, positions, columns)
+        return torch.matmul(scores.softmax(-1), self.values)
 
 
-@dataclass
 class KVCache:
-    """Keys and values of rows that all write at one column. The owner may re-index rows and shift columns."""
+    """Keys and values of rows that all write at one column. The owner may re-index rows and set their starts.
 
-    keys: Tensor  # (layers, rows, kv_heads, columns, head_dim)
+    Its memory is taken once, for the most columns that it may have. `keys` and `values` see only as much of it as
+    `lay_out` last asked for, without gaps: a step reads these columns all, so the fewer the faster.
+    """
+
+    keys: Tensor  # (layers, rows, kv_heads, columns, head_dim), contiguous in each layer
     values: Tensor  # (layers, rows, kv_heads, columns, head_dim)
     starts: Tensor  # (rows,) int64: first valid column of each row; what lies before is masked, but must be finite
-    column: int = 0  # the next column to write
-    first: int = 0  # a lower bound of starts, the tighter the faster; a Python int, so that no step waits for the GPU
+    column: int  # the next column to write
+
+    def __init__(self, memory: Tensor, shape: tuple[int, int, int, int], starts: Tensor) -> None:
+        """`memory` (2, layers, numbers of a layer), of which `shape` (rows, kv_heads, columns, head_dim) is seen."""
+        self.memory, self.starts, self.column = memory, starts, 0
+        self.keys, self.values = self._seen(shape)
 
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, columns: int, dtype: torch.dtype, device: Device) -> "KVCache":
         """A cache of zeros in which every row starts at column 0."""
-        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, columns, config.head_dim)
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        return cls(keys, values, torch.zeros(rows, dtype=torch.int64, device=device))
+        shape = (rows, config.num_key_value_heads, columns, config.head_dim)
+        memory = torch.zeros(2, config.num_hidden_layers, math.prod(shape), dtype=dtype, device=device)
+        return cls(memory, shape, torch.zeros(rows, dtype=torch.int64, device=device))
+
+    def lay_out(self, kept: int, column: int, columns: int) -> None:
+        """Keeps the last `kept` columns, moved so that the next to write is `column`, in a store of `columns`."""
+        _, rows, heads, _, dim = self.keys.shape
+        keys, values = self._seen((rows, heads, columns, dim))
+        for store, new in ((self.keys, keys), (self.values, values)):
+            for before, after in zip(store, new, strict=True):  # layer by layer; both lie in the same memory: clone
+                after[:, :, column - kept : column] = before[:, :, self.column - kept : self.column].clone()
+        self.keys, self.values = keys, values
+        self.starts = (self.starts + column - self.column).clamp(min=0)
+        self.column = column
+
+    def _seen(self, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+        """The beginning of each layer's memory as keys and values of this shape."""
+        keys, values = self.memory[:, :, : math.prod(shape)]
+        return keys.view(-1, *shape), values.view(-1, *shape)
 
     def windows(self, length: int, dtype: torch.dtype) -> list[Window]:
-        """Each layer's window from `first` to the next `length` columns; its mask hides what lies before a start."""
-        columns, mask = slice(self.first, self.column + length), None
+        """Each layer's window for the next `length` columns; its mask hides what is not between start and column."""
+        written = torch.arange(self.column, self.column + length, device=self.starts.device)
+        mask = None
         if self.column > 0:
-            seen = torch.arange(self.first, self.column + 1, device=self.starts.device)  # (C,)
-            mask = torch.where(seen < self.starts[:, None, None, None], -torch.inf, 0.0).to(dtype)  # (rows, 1, 1, C)
-        return [Window(k[:, :, columns], v[:, :, columns], mask) for k, v in zip(self.keys, self.values, strict=True)]
+            columns = torch.arange(self.keys.shape[3], device=self.starts.device)
+            hidden = (columns < self.starts[:, None]) | (columns > self.column)  # (rows, columns)
+            mask = torch.where(hidden[:, None, None], -torch.inf, 0.0).to(dtype)
+        return [Window(keys, values, written, mask) for keys, values in zip(self.keys, self.values, strict=True)]
 
 
 class Attention(nn.Module):
@@ -283,6 +318,7 @@ class Decoder(nn.Module):
         self.base = ""  # under adapters (dph/adapter.py): the folder or hub name of the model that they change
         self.recompute = False  # see `_layer`
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, False)
+        self.packed_head: nn.Module | None = None  # what computes the logits of a model that dph/packing.py has packed
         # No buffer: it stays float32 when the model is cast, and real when the model is built on the meta device.
         self.frequencies, self.attention_factor = rope_frequencies(config)
 
@@ -335,6 +371,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), in the type of the model (or of autocast)."""
+        if self.packed_head is not None:
+            return self.packed_head(hidden)  # type: ignore[no-any-return]
         return F.linear(hidden, self.head)
 
     @property

@@ -5,7 +5,8 @@ How it is fast, a sentence each:
 - All rows write their next token in one shared cache column; a row knows its first valid column, so prompts of any
   length stand right-aligned side by side and a new one is written so that it ends at the shared column.
 - A row that has ended gives its place to a waiting answer; when none waits, to the batch's last row, and it shrinks.
-- When the columns run out, everything moves left by the columns that no living row needs.
+- The cache is only a little wider than it must be. When its columns run out it is laid out anew, without the columns
+  that no living row needs and with room for the next COLUMNS steps.
 - A token is drawn by inverting the cumulative distribution with one uniform number: sums of blocks of 128 first, then
   inside one block; top_p needs no full sort either, but for rows whose 1,024 likeliest tokens hold less than p.
 
@@ -36,6 +37,7 @@ from dph.tasks.base import Prompt
 BLOCK = 128  # tokens summed together in the first stage of a draw
 NUCLEUS = 1024  # likeliest tokens looked at first for top_p
 CHECK_EVERY = 8  # steps between looks at who has ended, on a GPU: looking makes it wait
+COLUMNS = 32  # the cache's columns are a multiple: a larger one reads more of them unused, a smaller one copies more
 PREFILL_TOKENS = 16384  # most prompt tokens, padding included, of one prefill
 
 
@@ -82,8 +84,6 @@ def sample_stream(
         return
     rows = min(settings.max_rows, len(waiting))
     columns = max(len(prompt.tokens) for prompt in prompts) + settings.max_new_tokens
-    if len(waiting) > rows:
-        columns += max(64, settings.max_new_tokens // 2)  # room to run on before everything has to move left
     slots = _Slots(model, rows, columns, settings)
     check_every = 1 if slots.device.type == "cpu" else CHECK_EVERY
     while True:
@@ -120,15 +120,17 @@ class _Slots:
         slot 1                p p a a a |        an answer that began three steps ago
         slot 2    p p a a a a . . . . . |        ended: writes on unread until another answer takes the slot
 
-    What is left of the lowest start of a living slot (`cache.first`) is read by nobody.
+    What is left of the lowest start of a living slot is needed by nobody.
     """
 
     def __init__(self, model: Decoder, rows: int, columns: int, settings: SamplingSettings) -> None:
+        """Room for `rows` answers at a time, none of which takes more than `columns` columns with its prompt."""
         self.model, self.settings = model, settings
         weight = next(model.parameters())
         self.device = weight.device
         limit = settings.max_new_tokens
-        self.cache = KVCache.empty(model.config, rows, columns, weight.dtype, self.device)
+        most = _round_up(columns + CHECK_EVERY + COLUMNS // 2)  # ended slots write on for a while; and see _make_room
+        self.cache = KVCache.empty(model.config, rows, most, weight.dtype, self.device)
         self.jobs: list[_Job | None] = [None] * rows  # what each slot is writing
         self.tokens = torch.zeros(rows, limit, dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros(rows, limit, dtype=torch.float32, device=self.device)
@@ -169,7 +171,7 @@ class _Slots:
         cache = self.cache
         longest = max(len(job.prompt.tokens) for job in jobs)
         if cache.column < longest:
-            self._move(longest)
+            self._make_room(longest)
         targets: dict[int, list[int]] = {}  # the slots of each prompt, by its index
         for slot, job in zip(slots, jobs, strict=True):
             self.jobs[slot] = job
@@ -191,7 +193,6 @@ class _Slots:
         index = torch.tensor([slot for mine in targets.values() for slot in mine], device=self.device)
         self.lengths[index] = 0
         self.ended[index] = False
-        self._first_column()
         self._write(torch.cat(logits), index)
 
     def _prefill(self, prompts: list[Prompt]) -> Iterator["_Prefilled"]:
@@ -217,8 +218,7 @@ class _Slots:
     def step(self) -> None:
         """One token for every slot; ended ones write on, unread, until they are replaced or packed away."""
         if self.cache.column == self.cache.keys.shape[3]:
-            self._first_column()
-            self._move(self.cache.column - self.cache.first)
+            self._make_room()
         last = self.tokens.gather(1, (self.lengths - 1).clamp(min=0)[:, None])  # (R, 1)
         hidden = self.model(last, self.cache)[:, 0]  # (R, D)
         self._write(self.model.logits(hidden), None)
@@ -245,32 +245,27 @@ class _Slots:
         movers = living[len(living) - len(holes) :]
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
-            for store in (cache.keys, cache.values):
-                store[:, hole, :, cache.first : cache.column] = store[:, mover, :, cache.first : cache.column]
+            cache.keys[:, hole] = cache.keys[:, mover]
+            cache.values[:, hole] = cache.values[:, mover]
         cache.keys, cache.values = cache.keys[:, : len(order)], cache.values[:, : len(order)]
         self.jobs = [self.jobs[slot] for slot in order]
         index = torch.tensor(order, device=self.device)
         cache.starts = cache.starts[index]
         self.tokens, self.logprobs, self.uniforms = self.tokens[index], self.logprobs[index], self.uniforms[index]
         self.lengths, self.ended = self.lengths[index], self.ended[index]
-        self._first_column()
 
-    def _move(self, column: int) -> None:
-        """Moves every slot so that the next column to write is `column`."""
-        cache = self.cache
-        width = min(cache.column - cache.first, column)
-        for store in (cache.keys, cache.values):
-            store[:, :, :, column - width : column] = store[:, :, :, cache.column - width : cache.column].clone()
-        cache.starts = (cache.starts + column - cache.column).clamp(min=0)
-        cache.column = column
-        self._first_column()
-
-    def _first_column(self) -> None:
-        """The first column that a slot in work needs (ended ones must not hold the others back)."""
+    def _make_room(self, column: int = 0) -> None:
+        """Lays the cache out anew: what living slots need, the next column to write (at least `column`), and room."""
         starts = self.cache.starts.tolist()
         living = [start for start, job in zip(starts, self.jobs, strict=True) if job is not None]
-        self.cache.first = min(living, default=self.cache.column)
-        self.cache.starts.clamp_(min=self.cache.first)
+        kept = self.cache.column - min(living, default=self.cache.column)
+        column = max(column, kept)
+        self.cache.lay_out(kept, column, _round_up(column + COLUMNS // 2))
+
+
+def _round_up(columns: int) -> int:
+    """The next multiple of COLUMNS."""
+    return -(-columns // COLUMNS) * COLUMNS
 
 
 class _Prefilled(NamedTuple):

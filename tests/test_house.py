@@ -7,7 +7,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"errors", "distributed", "text"},
     {"chat_template", "token_settings", "divergences", "model"},
-    {"tokenizer", "model_folder", "adapter"},
+    {"tokenizer", "model_folder", "adapter", "packing"},
     {"config_values", "adapter_folder"},
     {"config", "plain"},
     {"tasks", "losses", "rollouts", "checkpoint", "optimizer"},

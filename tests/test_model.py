@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from dph.errors import UserError
-from dph.model import SIZES, Decoder, KVCache, ModelConfig, rope_frequencies
+from dph.model import SIZES, Decoder, KVCache, ModelConfig, Window, rope_frequencies
 from dph.model_folder import load_model, save_model
 from tests.helpers import initialize
 
@@ -219,6 +219,15 @@ def place(cache: KVCache, row: int, source: KVCache, length: int) -> None:
     cache.starts[row] = start
 
 
+def test_decodings_plain_attention_is_the_fused_kernels() -> None:
+    q, keys, values = (torch.randn(4, 2, size, 8, dtype=torch.float64) for size in (3, 32, 32))
+    starts, columns = torch.tensor([0, 5, 20, 30]), torch.arange(32)
+    hidden = (columns < starts[:, None]) | (columns > 30)
+    mask = torch.where(hidden[:, None, None], -torch.inf, 0.0).double()
+    plain = Window(keys, values, columns[:1], mask)._read(q, mask)
+    torch.testing.assert_close(plain, F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
 def test_rows_that_start_apart_decode_as_if_alone(
@@ -231,7 +240,7 @@ def test_rows_that_start_apart_decode_as_if_alone(
     cache = KVCache.empty(model.config, 2, 40, dtype, "cpu")
     cache.keys.fill_(1e3)  # what lies before a row's start must not be seen
     cache.values.fill_(1e3)
-    cache.column, cache.first = 12, 3
+    cache.column = 12
     for row, text in enumerate(texts):
         place(cache, row, prefill(model, text, 9)[0], text.shape[1])
     assert cache.starts.tolist() == [9, 3]

@@ -11,7 +11,7 @@ import torch
 from dph.errors import UserError
 from dph.model import Decoder
 from dph.rollouts import Rollout, collate
-from dph.sampler import SamplingSettings, draw, inverse_cdf, nucleus, sample
+from dph.sampler import COLUMNS, SamplingSettings, _Job, _Slots, draw, inverse_cdf, nucleus, sample
 from dph.scoring import token_logprobs
 from dph.tasks.base import Prompt
 from tests.helpers import tiny_model
@@ -63,6 +63,22 @@ def test_long_runs_outlast_the_columns(model: Decoder) -> None:
     few = sample(model, prompts, numbers, settings(max_rows=3))
     assert sum(len(r.tokens) for r in few) > 3 * 200, "the test must fill more than one width of the cache"
     assert words(few) == words(sample(model, prompts, numbers, settings(max_rows=192)))
+
+
+def test_the_cache_stays_without_gaps_and_little_wider_than_needed(model: Decoder) -> None:
+    """What makes a step's attention fast on a CPU: contiguous keys and values, and few columns that nobody needs."""
+    slots = _Slots(model, 4, 209, settings(end_ids=(), max_new_tokens=200))
+    slots.admit(range(4), [_Job(PROMPTS[1], number, more=False) for number in range(4)])
+    for step in range(150):
+        slots.step()
+        if step == 70:
+            slots.jobs[1] = slots.jobs[2] = None
+            slots.pack()
+            slots._make_room()
+        assert slots.cache.keys[0].is_contiguous()
+        assert slots.cache.values[-1].is_contiguous()
+        assert slots.cache.keys.shape[3] < slots.cache.column + 2 * COLUMNS
+    assert slots.cache.column == 9 + 150
 
 
 def test_another_stream_or_sample_says_something_else(model: Decoder) -> None:

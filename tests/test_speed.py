@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import decode
 from benchmarks.measure import cost
 from benchmarks.sampler import limit
 from benchmarks.scaling import make_model
@@ -63,6 +64,18 @@ def test_compiled_layers_change_no_result(tmp_path: Path, monkeypatch: pytest.Mo
     prompts = [Prompt(0, tokens=[1, 5, 6]), Prompt(1, tokens=[1, 9])]
     there, here = (sample(m, prompts, [range(4)] * 2, SamplingSettings((0,), (2,), 10)) for m in (plain, compiled))
     assert [r.tokens for r in there] == [r.tokens for r in here]
+
+
+def test_the_profile_of_a_step_names_its_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+    options = ["--tiny", "--rows", "16", "--columns", "8", "--repeats", "2"]
+    monkeypatch.setattr("sys.argv", ["decode", *options])
+    decode.main()
+    table = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(table) == 1 + 1 + 2, "a head, a rule, and a line for each type"
+    assert {len(line) for line in table} == {len(decode.PARTS) + 3}
+    for line in table[2:]:
+        step, parts = float(line[2]), [float(cell.split()[0]) for cell in line[3:]]
+        assert sum(parts) == pytest.approx(step, abs=0.5)
 
 
 def compile_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
