@@ -23,10 +23,12 @@ import torch.nn.functional as F
 from benchmarks.measure import machine
 from benchmarks.sampler import products
 from benchmarks.scaling import make_model
-from dph.model import Decoder, rotate
+from dph.attention import rotate
+from dph.drawing import draw
+from dph.model import Decoder
 from dph.model_folder import load_model
 from dph.packing import pack
-from dph.sampler import SamplingSettings, _Job, _Slots, draw
+from dph.sampler import SamplingSettings, _Job, _Slots
 from dph.tasks.base import Prompt
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dph.attention import KVCache
 from dph.config import load_config
-from dph.model import Decoder, KVCache, ModelConfig
+from dph.model import Decoder
+from dph.model_config import ModelConfig
 
 QWEN = {"model_type": "qwen2", "vocab_size": 151936, "rms_norm_eps": 1e-6}
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5}

@@ -20,7 +20,8 @@ import torch
 from benchmarks.measure import cost, machine
 from benchmarks.sampler import limit
 from benchmarks.step import alone
-from dph.model import Decoder, ModelConfig
+from dph.model import Decoder
+from dph.model_config import ModelConfig
 from dph.rollouts import collate, group_by_tokens
 from dph.sampler import SamplingSettings, sample
 from dph.scoring import token_logprobs

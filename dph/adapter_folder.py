@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dph.adapter import adapters, add_adapters, merged
+from dph.attention import Device
 from dph.errors import UserError, read_json
-from dph.model import Decoder, Device
+from dph.model import Decoder
 from dph.model_folder import ADAPTER_CONFIG, check_model_folder, find_model, load_model, read_tensors
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

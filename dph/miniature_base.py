@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from dph.model import Decoder, ModelConfig
+from dph.model import Decoder
+from dph.model_config import ModelConfig
 from dph.model_folder import save_model
 from dph.tasks.miniature_world import corpus, vocabulary
 from dph.tokenizer import Tokenizer, load_tokenizer

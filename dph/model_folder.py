@@ -15,8 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dph.attention import Device
 from dph.errors import UserError, read_json
-from dph.model import Decoder, Device, ModelConfig
+from dph.model import Decoder
+from dph.model_config import ModelConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # beside an adapter's weights, see dph/adapter_folder.py

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dph.model import Layout
+from dph.attention import Layout
 
 
 class TopTokens(NamedTuple):

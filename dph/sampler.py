@@ -7,8 +7,7 @@ How it is fast, a sentence each:
 - A row that has ended gives its place to a waiting answer; when none waits, to the batch's last row, and it shrinks.
 - The cache is only a little wider than it must be. When its columns run out it is laid out anew, without the columns
   that no living row needs and with room for the next COLUMNS steps.
-- A token is drawn by inverting the cumulative distribution with one uniform number: sums of blocks of 128 first, then
-  inside one block; top_p needs no full sort either, but for rows whose 1,024 likeliest tokens hold less than p.
+- A token is drawn by inverting the cumulative distribution with one uniform number, without a sort (dph/drawing.py).
 
 The uniforms come from a stream keyed by (stream, prompt, sample), one number a token, so what an answer says does not
 depend on the batch it was written in, on the order of the prompts, or on how often a run was resumed. This is exact in
@@ -26,16 +25,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from dph.attention import KVCache
+from dph.drawing import draw
 from dph.errors import UserError
-from dph.model import Decoder, KVCache
+from dph.model import Decoder
 from dph.rollouts import Rollout
 from dph.tasks.base import Prompt
 
-BLOCK = 128  # tokens summed together in the first stage of a draw
-NUCLEUS = 1024  # likeliest tokens looked at first for top_p
 CHECK_EVERY = 8  # steps between looks at who has ended, on a GPU: looking makes it wait
 COLUMNS = 32  # the cache's columns are a multiple: a larger one reads more of them unused, a smaller one copies more
 PREFILL_TOKENS = 16384  # most prompt tokens, padding included, of one prefill
@@ -125,7 +123,8 @@ class _Slots:
 
     def __init__(self, model: Decoder, rows: int, columns: int, settings: SamplingSettings) -> None:
         """Room for `rows` answers at a time, none of which takes more than `columns` columns with its prompt."""
-        self.model, self.settings = model, settings
+        self.model = model
+        self.settings = settings
         weight = next(model.parameters())
         self.device = weight.device
         limit = settings.max_new_tokens
@@ -153,17 +152,19 @@ class _Slots:
         tokens = self.tokens[done, : max(lengths)].tolist()
         logprobs = self.logprobs[done, : max(lengths)].tolist()
         for row, slot in enumerate(done):
-            job, length = self.jobs[slot], lengths[row]
+            job = self.jobs[slot]
             assert job is not None
             self.jobs[slot] = None
-            if not all(map(math.isfinite, logprobs[row][:length])):
+            length = lengths[row]
+            answer = tokens[row][:length]
+            answer_logprobs = logprobs[row][:length]
+            if not all(map(math.isfinite, answer_logprobs)):
                 raise UserError(
                     f"the model's logits are not finite after prompt {job.prompt.index} (its answer {job.sample}): "
                     "weights or activations have overflowed"
                 )
-            finished = tokens[row][length - 1] in self.settings.end_ids
-            prompt, answer = job.prompt, tokens[row][:length]
-            yield Rollout(prompt.index, job.sample, prompt.tokens, answer, logprobs[row][:length], finished)
+            finished = answer[-1] in self.settings.end_ids
+            yield Rollout(job.prompt.index, job.sample, job.prompt.tokens, answer, answer_logprobs, finished)
 
     @torch.inference_mode()
     def admit(self, slots: Sequence[int], jobs: Sequence[_Job]) -> None:
@@ -173,16 +174,19 @@ class _Slots:
         if cache.column < longest:
             self._make_room(longest)
         targets: dict[int, list[int]] = {}  # the slots of each prompt, by its index
+        asked: dict[int, Prompt] = {}  # each prompt once, however many answers to it begin
         for slot, job in zip(slots, jobs, strict=True):
             self.jobs[slot] = job
             targets.setdefault(job.prompt.index, []).append(slot)
+            asked[job.prompt.index] = job.prompt
         keys = [(*self.settings.stream, job.prompt.index, job.sample) for job in jobs]
         streams = np.stack([_uniforms(key, self.settings.max_new_tokens) for key in keys])
         self.uniforms[list(slots)] = torch.from_numpy(streams).to(self.device)
         logits = []
         prefilled = None
-        for prefilled in self._prefill(list({job.prompt.index: job.prompt for job in jobs}.values())):
-            mine, size = targets[prefilled.prompt.index], len(prefilled.prompt.tokens)
+        for prefilled in self._prefill(list(asked.values())):
+            mine = targets[prefilled.prompt.index]
+            size = len(prefilled.prompt.tokens)
             columns = slice(cache.column - size, cache.column)
             cache.keys[:, mine, :, columns] = prefilled.keys[:, :, :, :size]
             cache.values[:, mine, :, columns] = prefilled.values[:, :, :, :size]
@@ -190,7 +194,8 @@ class _Slots:
             logits.append(prefilled.logits.expand(len(mine), -1))
         assert prefilled is not None
         self.prefilled = prefilled.copy() if jobs[-1].more else None
-        index = torch.tensor([slot for mine in targets.values() for slot in mine], device=self.device)
+        in_order = [slot for mine in targets.values() for slot in mine]  # as their logits are
+        index = torch.tensor(in_order, device=self.device)
         self.lengths[index] = 0
         self.ended[index] = False
         self._write(torch.cat(logits), index)
@@ -200,7 +205,8 @@ class _Slots:
         if self.prefilled is not None and prompts[0] is self.prefilled.prompt:
             yield self.prefilled
             prompts = prompts[1:]
-        size = max(1, PREFILL_TOKENS // max((len(prompt.tokens) for prompt in prompts), default=1))
+        longest = max((len(prompt.tokens) for prompt in prompts), default=1)
+        size = max(1, PREFILL_TOKENS // longest)  # prompts prefilled together
         for start in range(0, len(prompts), size):
             chunk = prompts[start : start + size]
             lengths = torch.tensor([len(prompt.tokens) for prompt in chunk], device=self.device)
@@ -209,7 +215,8 @@ class _Slots:
                 tokens[row, : len(prompt.tokens)] = torch.tensor(prompt.tokens)
             cache = KVCache.empty(self.model.config, len(chunk), tokens.shape[1], self.cache.keys.dtype, self.device)
             hidden = self.model(tokens.to(self.device), cache)  # (prompts, P, D)
-            logits = self.model.logits(hidden[torch.arange(len(chunk), device=self.device), lengths - 1])
+            last = hidden[torch.arange(len(chunk), device=self.device), lengths - 1]  # (prompts, D)
+            logits = self.model.logits(last)
             for row, prompt in enumerate(chunk):
                 here = slice(row, row + 1)
                 yield _Prefilled(prompt, cache.keys[:, here], cache.values[:, here], logits[here])
@@ -219,7 +226,8 @@ class _Slots:
         """One token for every slot; ended ones write on, unread, until they are replaced or packed away."""
         if self.cache.column == self.cache.keys.shape[3]:
             self._make_room()
-        last = self.tokens.gather(1, (self.lengths - 1).clamp(min=0)[:, None])  # (R, 1)
+        places = (self.lengths - 1).clamp(min=0)
+        last = self.tokens.gather(1, places[:, None])  # (R, 1)
         hidden = self.model(last, self.cache)[:, 0]  # (R, D)
         self._write(self.model.logits(hidden), None)
 
@@ -227,7 +235,8 @@ class _Slots:
         """Draws the next token of slots `index` (all of them: None) from their logits and writes it down."""
         rows = torch.arange(len(self.jobs), device=self.device) if index is None else index
         at = self.lengths[rows].clamp(max=self.settings.max_new_tokens - 1)
-        tokens, logprobs = draw(logits, self.uniforms[rows, at], self.settings.temperature, self.settings.top_p)
+        uniforms = self.uniforms[rows, at]
+        tokens, logprobs = draw(logits, uniforms, self.settings.temperature, self.settings.top_p)
         alive = ~self.ended[rows]
         self.tokens[rows, at] = torch.where(alive, tokens, self.tokens[rows, at])
         self.logprobs[rows, at] = torch.where(alive, logprobs, self.logprobs[rows, at])
@@ -247,12 +256,16 @@ class _Slots:
             order[hole] = mover
             cache.keys[:, hole] = cache.keys[:, mover]
             cache.values[:, hole] = cache.values[:, mover]
-        cache.keys, cache.values = cache.keys[:, : len(order)], cache.values[:, : len(order)]
+        cache.keys = cache.keys[:, : len(order)]
+        cache.values = cache.values[:, : len(order)]
         self.jobs = [self.jobs[slot] for slot in order]
         index = torch.tensor(order, device=self.device)
         cache.starts = cache.starts[index]
-        self.tokens, self.logprobs, self.uniforms = self.tokens[index], self.logprobs[index], self.uniforms[index]
-        self.lengths, self.ended = self.lengths[index], self.ended[index]
+        self.tokens = self.tokens[index]
+        self.logprobs = self.logprobs[index]
+        self.uniforms = self.uniforms[index]
+        self.lengths = self.lengths[index]
+        self.ended = self.ended[index]
 
     def _make_room(self, column: int = 0) -> None:
         """Lays the cache out anew: what living slots need, the next column to write (at least `column`), and room."""
@@ -279,62 +292,6 @@ class _Prefilled(NamedTuple):
     def copy(self) -> "_Prefilled":
         """The same without the rest of the prefill behind it, which would stay in memory."""
         return _Prefilled(self.prompt, self.keys.clone(), self.values.clone(), self.logits)
-
-
-def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-probability under the full softmax.
-
-    Args:
-        logits: (R, V), any floating type.
-        uniforms: (R,) float64 in [0, 1).
-
-    Returns: tokens (R,) int64, log-probabilities (R,) of softmax(logits / temperature).
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    probs = torch.softmax(logits if temperature in (0, 1) else logits / temperature, dim=-1)
-    if temperature == 0:
-        tokens = logits.argmax(-1)
-    elif top_p < 1:
-        tokens = _draw_nucleus(probs, uniforms, top_p)
-    else:
-        tokens = inverse_cdf(probs, uniforms)
-    tokens = tokens.clamp(max=probs.shape[1] - 1)  # NaN has no place in a cumulative sum; its log-probability tells
-    return tokens, probs.gather(1, tokens[:, None])[:, 0].log().float()
-
-
-def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index at which the cumulative weight exceeds uniform * total: weights (R, V) >= 0, uniforms (R,)."""
-    rows, size = weights.shape
-    padding = -size % BLOCK
-    blocks = (F.pad(weights, (0, padding)) if padding else weights).view(rows, -1, BLOCK)  # (R, V / 128, 128)
-    cumulative = blocks.sum(-1).double().cumsum(-1)
-    block, rest = _search(cumulative, uniforms * cumulative[:, -1])
-    inside = blocks[torch.arange(rows, device=weights.device), block].double().cumsum(-1)
-    return block * BLOCK + _search(inside, rest)[0]
-
-
-def _search(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index with cumulative > target, never one without weight, and the target's distance from its start."""
-    target = torch.minimum(target, cumulative[:, -1] * (1 - 1e-15))[:, None]  # rounding must not step over the end
-    index = torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[1] - 1)
-    before = torch.where(index > 0, cumulative.gather(1, (index - 1).clamp(min=0)), 0.0)
-    return index[:, 0], (target - before)[:, 0]
-
-
-def _draw_nucleus(probs: Tensor, uniforms: Tensor, top_p: float, look_at: int = NUCLEUS) -> Tensor:
-    """Draws from the smallest set of likeliest tokens whose mass reaches top_p; looks at all where `look_at` do not."""
-    top, ids = probs.topk(min(look_at, probs.shape[1]), dim=-1)
-    tokens = ids.gather(1, inverse_cdf(nucleus(top, top_p), uniforms)[:, None])[:, 0]
-    short = (top.sum(-1) < top_p).nonzero()[:, 0]
-    if len(short) and top.shape[1] < probs.shape[1]:
-        tokens[short] = _draw_nucleus(probs[short], uniforms[short], top_p, probs.shape[1])
-    return tokens
-
-
-def nucleus(sorted_probs: Tensor, top_p: float) -> Tensor:
-    """Descending probabilities (R, K), zero where those before already hold top_p; the first always stays."""
-    before = sorted_probs.double().cumsum(-1) - sorted_probs
-    return torch.where(before < top_p, sorted_probs, 0.0)
 
 
 def _uniforms(key: tuple[int, ...], count: int) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":

@@ -9,7 +9,8 @@ import random
 import torch
 import torch.nn.functional as F
 
-from dph.model import Decoder, ModelConfig
+from dph.model import Decoder
+from dph.model_config import ModelConfig
 from dph.plain import Answer, Ask, Method, presample, sample, train
 
 END = 0

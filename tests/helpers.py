@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from dph.miniature_base import write_tokenizer
-from dph.model import Decoder, ModelConfig
+from dph.model import Decoder
+from dph.model_config import ModelConfig
 from dph.model_folder import save_model
 from dph.rollouts import Rollout
 from dph.tasks.base import Prompt, Reward, Task

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dph.attention import KVCache
 from dph.cli import load_policy, open_task, set_up
 from dph.config import load_config
 from dph.miniature_base import Recipe, build_base
-from dph.model import KVCache
 from dph.prompts import tokenize
 from dph.rollouts import collate
 from dph.sampler import SamplingSettings, _Job, _Slots, sample

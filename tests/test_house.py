@@ -6,7 +6,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"errors", "distributed", "text"},
-    {"chat_template", "token_settings", "divergences", "model"},
+    {"chat_template", "token_settings", "divergences", "model_config"},
+    {"attention", "drawing"},
+    {"model"},
     {"tokenizer", "model_folder", "adapter", "packing"},
     {"config_values", "adapter_folder"},
     {"config", "plain"},

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from dph.attention import KVCache, Window
 from dph.errors import UserError
-from dph.model import SIZES, Decoder, KVCache, ModelConfig, Window, rope_frequencies
+from dph.model import Decoder
+from dph.model_config import SIZES, ModelConfig, rope_frequencies
 from dph.model_folder import load_model, save_model
 from tests.helpers import initialize
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from dph.drawing import draw, inverse_cdf, nucleus
 from dph.errors import UserError
 from dph.model import Decoder
 from dph.rollouts import Rollout, collate
-from dph.sampler import COLUMNS, SamplingSettings, _Job, _Slots, draw, inverse_cdf, nucleus, sample
+from dph.sampler import COLUMNS, SamplingSettings, _Job, _Slots, sample
 from dph.scoring import token_logprobs
 from dph.tasks.base import Prompt
 from tests.helpers import tiny_model
