@@ -7,8 +7,9 @@ and ends with an evaluation of the base and the result: a table, JSON and pictur
 import argparse
 from pathlib import Path
 
+from dph.budget import report
 from dph.checkpoint import open_run, take_over_day
-from dph.cli import config_argument, load_policy, open_task, prepare_training, run_command, set_up
+from dph.cli import config_argument, load_policy, open_task, prepare_training, read_shape, run_command, set_up
 from dph.config import Config
 from dph.errors import UserError
 from dph.evaluation import evaluate_model
@@ -21,7 +22,10 @@ from dph.trainer import Data, Trainer
 
 
 def main(config: Config, arguments: argparse.Namespace) -> None:
-    """Pre-sample, train, evaluate."""
+    """Pre-sample, train, evaluate; or print the budget alone."""
+    if arguments.budget:
+        print(report(read_shape(config), config, arguments.gpu_memory, arguments.processes))
+        return
     recorded = arguments.rollouts_from
     if recorded and not (recorded / "rollouts").is_dir():
         raise UserError(f"--rollouts-from {recorded}: holds none; record them with --train.record_rollouts=true")
@@ -67,6 +71,11 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     config_argument(parser)
+    parser.add_argument("--budget", action="store_true", help="print the memory that the run would take, and end")
+    parser.add_argument(
+        "--gpu-memory", type=float, default=0, metavar="GB", help="--budget: what makes it fit this GPU"
+    )
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="--budget: torchrun's, for train.shard")
     parser.add_argument(
         "--rollouts-from", type=Path, metavar="RUN", help="train on the rollouts recorded in this run's folder"
     )

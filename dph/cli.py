@@ -18,8 +18,9 @@ from dph.adapter_folder import load_merged
 from dph.answering import Policy
 from dph.checkpoint import chat_day, writer_first
 from dph.config import Config, describe, load_config
-from dph.errors import UserError
+from dph.errors import UserError, read_json
 from dph.model import Decoder
+from dph.model_config import ModelConfig
 from dph.model_folder import DTYPES, check_model_folder, find_model, load_model
 from dph.tasks import Task, load_task
 from dph.tokenizer import load_tokenizer
@@ -124,6 +125,17 @@ def resolve_model(path: str, config: Config) -> Path:
 
         return build_base(Path(config.run.folder), config.run.seed, config.run.threads)
     return find_model(path)
+
+
+def read_shape(config: Config) -> ModelConfig:
+    """The shape of the config's model; its config.json alone is read."""
+    if config.model.path == "miniature":
+        raise UserError("--budget: the miniature, 0.6 million weights, fits everywhere; give --model.path=FOLDER")
+    folder = find_model(config.model.path)
+    try:
+        return ModelConfig.from_dict(read_json(folder / "config.json"))
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
 
 
 def load_policy(path: str, config: Config, device: torch.device, may_be_adapter: bool = False) -> Policy:

@@ -128,8 +128,7 @@ class _Slots:
         weight = next(model.parameters())
         self.device = weight.device
         limit = settings.max_new_tokens
-        most = _round_up(columns + CHECK_EVERY + COLUMNS // 2)  # ended slots write on for a while; and see _make_room
-        self.cache = KVCache.empty(model.config, rows, most, weight.dtype, self.device)
+        self.cache = KVCache.empty(model.config, rows, cache_columns(columns), weight.dtype, self.device)
         self.jobs: list[_Job | None] = [None] * rows  # what each slot is writing
         self.tokens = torch.zeros(rows, limit, dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros(rows, limit, dtype=torch.float32, device=self.device)
@@ -274,6 +273,11 @@ class _Slots:
         kept = self.cache.column - min(living, default=self.cache.column)
         column = max(column, kept)
         self.cache.lay_out(kept, column, _round_up(column + COLUMNS // 2))
+
+
+def cache_columns(longest: int) -> int:
+    """The columns of a cache in which no text takes more than `longest` tokens."""
+    return _round_up(longest + CHECK_EVERY + COLUMNS // 2)  # ended slots write on for a while; and see _make_room
 
 
 def _round_up(columns: int) -> int:

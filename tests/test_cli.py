@@ -294,3 +294,19 @@ def test_tensorboard_without_its_package_is_said_before_any_work(
     assert code == 2
     assert err == "error: run.tensorboard = true needs a package: pip install tensorboard\n"
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_budget_needs_a_config_json_and_nothing_else(call: Call, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shape = {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    shape |= {"num_attention_heads": 14, "num_key_value_heads": 2, "model_type": "qwen2", "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(shape))
+    options = ["configs/gsm8k_dph_js.toml", f"--model.path={folder}", f"--run.folder={tmp_path}/runs", "--budget"]
+    code, out, _ = call("train", *options, "--gpu-memory=24")
+    assert code == 0
+    assert "0.49 billion weights" in out
+    assert "24 GB: fits with" in out
+    assert not (tmp_path / "runs").exists()
+    code, _, err = call("train", "configs/quickstart.toml", "--budget")
+    assert (code, "fits everywhere" in err) == (2, True)

@@ -14,7 +14,7 @@ LEVELS = [
     {"config", "plain"},
     {"tasks", "losses", "rollouts", "checkpoint", "optimizer"},
     {"sampler", "scoring", "prompts", "miniature_base", "metrics"},
-    {"answering", "updates"},
+    {"answering", "updates", "budget"},
     {"made_from"},
     {"presampling", "evaluation", "collector", "objective"},
     {"cli"},
