@@ -24,8 +24,7 @@ from dph.trainer import Data, Trainer
 def main(config: Config, arguments: argparse.Namespace) -> None:
     """Pre-sample, train, evaluate; or print the budget alone."""
     if arguments.budget:
-        print(report(read_shape(config), config, arguments.gpu_memory, arguments.processes))
-        return
+        return print(report(read_shape(config), config, arguments.gpu_memory, arguments.processes))
     recorded = arguments.rollouts_from
     if recorded and not (recorded / "rollouts").is_dir():
         raise UserError(f"--rollouts-from {recorded}: holds none; record them with --train.record_rollouts=true")
@@ -72,10 +71,8 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     config_argument(parser)
     parser.add_argument("--budget", action="store_true", help="print the memory that the run would take, and end")
-    parser.add_argument(
-        "--gpu-memory", type=float, default=0, metavar="GB", help="--budget: what makes it fit this GPU"
-    )
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="--budget: torchrun's, for train.shard")
+    parser.add_argument("--gpu-memory", type=float, default=0, metavar="GB", help="--budget: what makes it fit")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="--budget: those of torchrun")
     parser.add_argument(
         "--rollouts-from", type=Path, metavar="RUN", help="train on the rollouts recorded in this run's folder"
     )

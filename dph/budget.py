@@ -2,10 +2,11 @@
 
     always held     weights, moments, the copy that samples, pi_ref where the loss needs it
     sampling        ... and the KV cache, a prefill, a draw
-    evaluation      ... and what sampling takes, a second copy that samples, pi_ref for `kl_to_base`
+    evaluation      ... and what sampling takes, and pi_ref for `kl_to_base`
     update          ... and gradients, the activations of a micro-batch, the head's pieces
+    gathering       shards alone: ... and whole weights, beside the copy that is made of them
 
-The largest of the last three is what a GPU must hold. Every function counts bytes of the tensors that the code makes;
+The largest of the last four is what a GPU must hold. Every function counts bytes of the tensors that the code makes;
 tests/test_budget.py compares them with the bytes that are alive. Letters: D hidden, V vocabulary, F width of the MLP,
 A and K channels of all query and of all key heads, L layers.
 
@@ -127,14 +128,14 @@ def sizes_of(shape: ModelConfig) -> Sizes:
 def held(size: Sizes, plan: Plan) -> dict[str, float]:
     """Weights; AdamW's two moments in fp32, beside bf16 weights with their other halves; the copy that samples; pi_ref.
 
-    The copy is bf16 for wider weights, and whole for weights in shards or with adapters. With adapters the base has no
-    moments, and pi_ref is the policy without them.
+    The copy is bf16 for wider weights, and whole for adapters; of shards it is there while they sample alone. With
+    adapters the base has no moments, and pi_ref is the policy without them.
     """
     here = plan.processes if plan.shard else 1
     trained = size.adapters(plan.adapter_rank) if plan.adapter_rank else size.weights
     halves = BF16 if plan.weight == BF16 and not plan.adapter_rank else 0
     adapters = FP32 * trained if plan.adapter_rank else 0
-    copied = plan.autocast or plan.shard or plan.adapter_rank > 0
+    copied = (plan.autocast or plan.adapter_rank > 0) and not plan.shard
     return {
         "weights": (plan.weight * size.weights + adapters) / here,
         "moments": (2 * FP32 + halves) * trained / here,
@@ -157,6 +158,7 @@ def sampling(size: Sizes, plan: Plan) -> dict[str, float]:
     cache = plan.max_rows * columns * a_token
     prefilled = min(plan.max_rows * plan.prompt, max(PREFILL_TOKENS, plan.prompt))
     return {
+        "whole copy": plan.compute * size.weights if plan.shard else 0,
         "KV cache": cache + cache / (2 * size.layers),
         "prefill": prefilled * (a_token + plan.compute * (3 * size.mlp + 3 * size.hidden)),
         "draw": plan.max_rows * size.vocabulary * (plan.compute + 3 * FP32),
@@ -240,14 +242,15 @@ def backward_moments(size: Sizes, plan: Plan) -> dict[str, float]:
 
 
 def peaks(size: Sizes, plan: Plan) -> dict[str, float]:
-    """Bytes at the three moments of a run that may be the largest."""
+    """Bytes at the moments of a run that may be the largest."""
     always = sum(held(size, plan).values())
     samples = always + sum(sampling(size, plan).values())
-    second_copy = held(size, plan)["sampling copy"]
-    base = plan.weight * size.weights if not plan.reference and not plan.adapter_rank else 0
     found = {"sampling": samples, "update": always + sum(update(size, plan).values())}
     if plan.evaluates:
-        found["evaluation"] = samples + second_copy + base
+        base = 0 if plan.reference or plan.adapter_rank else plan.weight * size.weights
+        found["evaluation"] = samples + base
+    if plan.shard:
+        found["gathering"] = always + (plan.weight + plan.compute) * size.weights
     return found
 
 
@@ -273,7 +276,11 @@ def cheaper(plan: Plan) -> Iterator[tuple[str, Plan]]:
     plan = replace(plan, weight=BF16, compute=BF16)
     said += ["--train.recompute=true", "--run.dtype=bf16", "--model.dtype=bf16"]
     yield " ".join(said), plan
-    yield " ".join([*said, "--model.adapter_rank=16"]), replace(plan, adapter_rank=16, reference=False)
+    plan = replace(plan, adapter_rank=16, reference=False)
+    said.append("--model.adapter_rank=16")
+    yield " ".join(said), plan
+    said[:2] = ["--train.microbatch_tokens=2048", "--sampling.max_rows=32"]
+    yield " ".join(said), replace(plan, microbatch_tokens=min(plan.microbatch_tokens, 2048), max_rows=32)
 
 
 def smallest_change(size: Sizes, plan: Plan, memory: float) -> str | None:

@@ -77,13 +77,18 @@ class Collector:
                 except UserError as error:
                     raise UserError(f"step {state.step + 1}: {error}") from None
             if self.config.train.shard == "full":
-                self.actor = None  # makes room for training
+                self.release()  # makes room for training
             with meter.seconds("score"):
                 self._score_old([*experience.rollouts, *experience.pef_rollouts], state, meter)
                 self._score_reference(experience)
         if self.config.train.record_rollouts:
             self._record(experience, self.config.run_folder / file)
         return experience
+
+    def release(self) -> None:
+        """Drops the copy that samples, where there is one; the next step makes another. A compiled one is kept."""
+        if not self.config.model.compile:
+            self.actor = None
 
     def _sample(self, state: State, stored: Sequence[Rollout], meter: Meter) -> Experience:
         """New answers to the next prompts and, for E8, one to the prompt of each stored answer."""

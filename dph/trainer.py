@@ -167,6 +167,7 @@ class Trainer:
         summaries: dict[str, Any] = {}
         if not self.eval_sets:
             return {"eval": summaries}
+        self.collector.release()  # an evaluation makes its own
         # pi_ref is in memory for this alone, unless the loss keeps it there, or it is the policy without its adapters.
         base = self.collector.reference or load_base(self.policy, self.policy.folder)
         for data in self.eval_sets:
