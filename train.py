@@ -7,13 +7,12 @@ and ends with an evaluation of the base and the result: a table, JSON and pictur
 import argparse
 from pathlib import Path
 
+from dph import cli
 from dph.budget import report
 from dph.checkpoint import open_run, take_over_day
-from dph.cli import config_argument, load_policy, open_task, prepare_training, read_shape, run_command, set_up
 from dph.config import Config
-from dph.errors import UserError
 from dph.evaluation import evaluate_model
-from dph.made_from import check_recorded, check_run, made_from, made_from_sets, run_settings
+from dph.made_from import check_recorded, check_run, check_source, made_from, made_from_sets, run_settings
 from dph.metrics import check_tensorboard
 from dph.plots import plot_run, table
 from dph.presampling import presample
@@ -24,20 +23,18 @@ from dph.trainer import Data, Trainer
 def main(config: Config, arguments: argparse.Namespace) -> None:
     """Pre-sample, train, evaluate; or print the budget alone."""
     if arguments.budget:
-        return print(report(read_shape(config), config, arguments.gpu_memory, arguments.processes))
+        return print(report(cli.read_shape(config), config, arguments.gpu_memory, arguments.processes))
     recorded = arguments.rollouts_from
-    if recorded and not (recorded / "rollouts").is_dir():
-        raise UserError(f"--rollouts-from {recorded}: holds none; record them with --train.record_rollouts=true")
-    if recorded and recorded.resolve() == config.run_folder.resolve():
-        raise UserError(f"--rollouts-from {recorded}: is this run itself; choose another run.name")
+    if recorded:
+        check_source(recorded, config.run_folder)
     check_tensorboard(config.run.tensorboard)
-    device = set_up(config)
-    train_task = open_task(config.data.train, config)
-    eval_tasks = [open_task(source, config) for source in config.data.eval]
+    device = cli.set_up(config)
+    train_task = cli.open_task(config.data.train, config)
+    eval_tasks = [cli.open_task(source, config) for source in config.data.eval]
     run = open_run(config)
     if recorded:
         take_over_day(recorded, run)
-    policy = load_policy(config.model.path, config, device)
+    policy = cli.load_policy(config.model.path, config, device)
     prompts = tokenize(train_task, policy.tokenizer, config)
     eval_sets = [tokenize(task, policy.tokenizer, config) for task in eval_tasks]
 
@@ -57,7 +54,7 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
     final = config.eval.final and eval_sets
     if final:
         reports.append(evaluate_model(policy, eval_sets, config, "base"))
-    reference = prepare_training(policy, config, device)
+    reference = cli.prepare_training(policy, config, device)
     Trainer(config, policy, Data(prompts, partition, reference, eval_sets, recorded)).run()
     if final:
         reports.append(evaluate_model(policy, eval_sets, config, config.run.name, policy.folder))
@@ -69,14 +66,12 @@ def main(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    config_argument(parser)
-    parser.add_argument("--budget", action="store_true", help="print the memory that the run would take, and end")
-    parser.add_argument("--gpu-memory", type=float, default=0, metavar="GB", help="--budget: what makes it fit")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="--budget: those of torchrun")
+    cli.config_argument(parser)
+    cli.budget_arguments(parser)
     parser.add_argument(
         "--rollouts-from", type=Path, metavar="RUN", help="train on the rollouts recorded in this run's folder"
     )
 
 
 if __name__ == "__main__":
-    run_command(main, str(__doc__), _arguments)
+    cli.run_command(main, str(__doc__), _arguments)

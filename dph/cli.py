@@ -31,6 +31,13 @@ def config_argument(parser: argparse.ArgumentParser, **options: Any) -> None:
     parser.add_argument("config", help="a TOML file, e.g. configs/quickstart.toml", **options)
 
 
+def budget_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares --budget and what goes with it."""
+    parser.add_argument("--budget", action="store_true", help="print the memory that the run would take, and end")
+    parser.add_argument("--gpu-memory", type=float, default=0, metavar="GB", help="--budget: what makes it fit")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="--budget: those of torchrun")
+
+
 def run_command(
     main: Callable[[Config, argparse.Namespace], None],
     description: str,

@@ -156,6 +156,14 @@ def check_run(run: Path, made: Mapping[str, str]) -> None:
     write_text(path, json.dumps(made, indent=1) + "\n")
 
 
+def check_source(recorded: Path, run: Path) -> None:
+    """Raises a UserError where a folder holds no recorded rollouts, or is the run that would read them."""
+    if not (recorded / "rollouts").is_dir():
+        raise UserError(f"--rollouts-from {recorded}: holds none; record them with --train.record_rollouts=true")
+    if recorded.resolve() == run.resolve():
+        raise UserError(f"--rollouts-from {recorded}: is this run itself; choose another run.name")
+
+
 def check_recorded(recorded: Path, made: Mapping[str, str]) -> None:
     """Raises a UserError unless the rollouts recorded in this run's folder answer what this run would ask."""
     where = f"--rollouts-from {recorded}"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import evaluate
 import presample
@@ -310,3 +311,23 @@ def test_the_budget_needs_a_config_json_and_nothing_else(call: Call, tmp_path: P
     assert not (tmp_path / "runs").exists()
     code, _, err = call("train", "configs/quickstart.toml", "--budget")
     assert (code, "fits everywhere" in err) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["gsm8k_qwen0.5b_24gb", "spider_llama8b_80gb"])
+def test_the_configs_for_one_gpu_train_two_steps_of_a_small_model(call: Call, tmp_path: Path, name: str) -> None:
+    model = tiny_folder(tmp_path / "model")
+    small = {
+        "model.path": model, "run.folder": tmp_path / "runs", "data.train": "miniature:train?count=6",
+        "data.eval": "[]", "data.db_root": "", "data.instruction": "", "sampling.max_new_tokens": 5, "presample.threshold": 1,
+        "train.steps": 2, "train.prompts_per_step": 2, "train.responses_per_prompt": 2, "train.updates_per_step": 1,
+        "train.explore": "all", "train.rehearsal_rows": 2, "presample.responses": 2,
+        "loss.entropy": 0.01,  # a random model is never right, and without it nothing would pull
+    }  # fmt: skip
+    code, out, err = call("train", f"configs/{name}.toml", *(f"--{key}={value}" for key, value in small.items()))
+    assert code == 0, err
+    assert "D_exp: 6 prompts" in out
+    step = tmp_path / "runs" / name / "checkpoints" / "step-2"
+    adapted = name.startswith("spider")
+    assert (step / "adapter_model.safetensors").exists() == adapted
+    assert (step / "model.safetensors").exists() != adapted
+    assert load_file(step / "trainer.safetensors"), "nothing was trained"
