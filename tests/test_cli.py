@@ -318,7 +318,8 @@ def test_the_configs_for_one_gpu_train_two_steps_of_a_small_model(call: Call, tm
     model = tiny_folder(tmp_path / "model")
     small = {
         "model.path": model, "run.folder": tmp_path / "runs", "data.train": "miniature:train?count=6",
-        "data.eval": "[]", "data.db_root": "", "data.instruction": "", "sampling.max_new_tokens": 5, "presample.threshold": 1,
+        "data.eval": "[]", "data.db_root": "", "data.instruction": "", "sampling.max_new_tokens": 5,
+        "presample.threshold": 1,
         "train.steps": 2, "train.prompts_per_step": 2, "train.responses_per_prompt": 2, "train.updates_per_step": 1,
         "train.explore": "all", "train.rehearsal_rows": 2, "presample.responses": 2,
         "loss.entropy": 0.01,  # a random model is never right, and without it nothing would pull
