@@ -116,13 +116,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise UserError(f"{path}: r is {rank!r}; it must be a positive int")
-    if not isinstance(alpha, int | float) or not 0 < alpha < float("inf"):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e9:
         raise UserError(f"{path}: lora_alpha is {alpha!r}; it must be a positive number")
-    if not isinstance(config.get("base_model_name_or_path"), str):
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
         raise UserError(f"{path}: base_model_name_or_path should name the base's folder, or its name on the hub")
     only: dict[str, list[Any]] = {"peft_type": ["LORA"], "bias": [None, "none"], "init_lora_weights": STARTS}
     only |= {key: [None, False, {}, []] for key in VARIANTS}
     for key, right in only.items():
         if config.get(key) not in right:
-            raise UserError(f"{path}: {key} is {config[key]!r}: only plain LoRA is supported; merge it with peft")
+            raise UserError(f"{path}: {key} is {config.get(key)!r}: only plain LoRA is supported; merge it with peft")
     return config

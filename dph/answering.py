@@ -43,7 +43,8 @@ class Policy:
         digest = hashlib.sha256()
         with distributed.whole_weights(self.model):
             for _, weight in merged_weights(self.model):
-                digest.update(weight.detach().float().cpu().contiguous().numpy().data)
+                copied = weight.detach().to("cpu", torch.float32, copy=True)  # NumPy must not share FSDP's memory
+                digest.update(copied.contiguous().numpy().data)
         return digest.hexdigest()
 
 

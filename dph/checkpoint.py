@@ -46,7 +46,7 @@ MADE_FROM = "made_from.json"  # in a run's folder, see dph/made_from.py
 P = ParamSpec("P")
 SUMS = "SHA256SUMS"
 PARTS = {"trainer.safetensors", "state.json"}  # of every checkpoint; beside them stands a model or an adapter:
-MODEL_PARTS, ADAPTER_PARTS = {WEIGHTS, "config.json"}, {ADAPTER_WEIGHTS, ADAPTER_CONFIG}
+MODEL_PARTS = {WEIGHTS, "config.json"}
 
 
 @dataclass
@@ -126,6 +126,12 @@ def writer_only(function: Callable[P, None]) -> Callable[P, None]:
             function(*args, **kwargs)
 
     return called
+
+
+def as_the_writer_reads(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} where there is none, as the writer finds it: it may write while others read."""
+    found, *_ = distributed.gather([read_json(path, optional=True)])
+    return found
 
 
 @writer_only
@@ -262,7 +268,9 @@ def save_checkpoint(
         tokenizer.save(partial)
         write_tensors(partial / "trainer.safetensors", moments)
         write_text(partial / "state.json", json.dumps(asdict(state), indent=1) + "\n")
-        sums = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
+        # Not that of adapter_config.json: where the base has moved, its new place is written there.
+        files = [file for file in sorted(partial.iterdir()) if file.name != ADAPTER_CONFIG]
+        sums = {file.name: _sha256(file) for file in files}
         write_text(partial / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
     best = f"step-{state.best_step}" if train.keep_best else ""
     kept = [p for p in checkpoints(run) if _step(p) <= step][-train.keep_last :]  # what is newer was not whole
@@ -293,18 +301,29 @@ def newest_checkpoint(run: Path) -> Path | None:
     """The newest checkpoint that is whole, after the reasons why newer ones are not. UserError: none of some is."""
     found = checkpoints(run)
     for folder in reversed(found):
-        try:
-            sums = dict(line.split()[::-1] for line in (folder / SUMS).read_text(encoding="utf-8").splitlines())
-            parts = PARTS | (ADAPTER_PARTS if ADAPTER_CONFIG in sums else MODEL_PARTS)
-            wrong = sorted({name for name in sums if _sha256(folder / name) != sums[name]} | parts - sums.keys())
-        except (OSError, ValueError) as error:
-            wrong = [str(error)]
+        wrong = damage(folder)
         if not wrong:
             return folder
         print(f"{folder}: passed over, not as it was written: {', '.join(wrong)}", file=sys.stderr)
     if found:
         raise UserError(f"{run / 'checkpoints'}: none of {len(found)} is whole; delete the folder to train from step 0")
     return None
+
+
+def damage(folder: Path) -> list[str]:
+    """Names of a checkpoint's files that are missing or not as they were written; none where it is whole."""
+    try:
+        sums = dict(line.split()[::-1] for line in (folder / SUMS).read_text(encoding="utf-8").splitlines())
+        parts = PARTS | ({ADAPTER_WEIGHTS} if (folder / ADAPTER_CONFIG).is_file() else MODEL_PARTS)
+        return sorted({name for name in sums if _sha256(folder / name) != sums[name]} | parts - sums.keys())
+    except (OSError, ValueError) as error:
+        return [str(error)]
+
+
+def refuse_damaged(folder: Path) -> None:
+    """Raises a UserError where a folder is a checkpoint and not as it was written; any other folder passes."""
+    if (folder / SUMS).is_file() and (wrong := damage(folder)):
+        raise UserError(f"{folder}: not as it was written: {', '.join(wrong)}")
 
 
 def _sha256(path: Path) -> str:

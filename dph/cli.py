@@ -16,7 +16,7 @@ from dph import distributed
 from dph.adapter import add_adapters, check_rank
 from dph.adapter_folder import load_merged
 from dph.answering import Policy
-from dph.checkpoint import chat_day, writer_first
+from dph.checkpoint import chat_day, refuse_damaged, writer_first
 from dph.config import Config, describe, load_config
 from dph.errors import UserError, read_json
 from dph.model import Decoder
@@ -153,6 +153,7 @@ def load_policy(path: str, config: Config, device: torch.device, may_be_adapter:
     """
     folder = resolve_model(path, config)
     check_model_folder(folder, may_be_adapter)
+    refuse_damaged(folder)
     tokenizer = load_tokenizer(folder, config.data.template, chat_day(config.run_folder))
     dtype = DTYPES[config.model.dtype]
     model = load_merged(folder, dtype, device) if may_be_adapter else load_model(folder, dtype, device)

@@ -107,16 +107,15 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
     for part in parts:
         part.unshard()
-    yield
-    for part in parts:
-        part.reshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
 
 
 def sum_gradients(model: nn.Module, empty_pass: Callable[[], Tensor]) -> None:
-    """Sums every trained parameter's gradient over the ranks; each keeps the part that it holds of the parameter.
-
-    `empty_pass` goes through all weights and returns a scalar whose gradient is zero everywhere.
-    """
+    """Sums each trained parameter's gradient over the ranks. `empty_pass` gives a loss whose gradient is zero."""
     if isinstance(model, FSDPModule):  # sums within a backward pass, and a rank may have had none: all take one more
         model.set_requires_gradient_sync(True)
         empty_pass().backward()  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from dph.adapter import as_reference
 from dph.adapter_folder import load_merged
 from dph.answering import EVALUATE, Answer, Policy, acting, answer, autocast, sampling_settings, score_rollouts
-from dph.checkpoint import MADE_FROM, write_text
+from dph.checkpoint import MADE_FROM, as_the_writer_reads, write_text
 from dph.config import Config
 from dph.divergences import EXP_LIMIT
 from dph.errors import UserError, read_json
@@ -220,9 +220,10 @@ def evaluate_model(
         base = load_base(policy, base_folder)
         with as_reference(base) as pi_ref:
             compared_with["base"] = model_hash(replace(policy, model=pi_ref))
-    old = read_json(path, optional=True).get("sets", {})
+    old = as_the_writer_reads(path).get("sets", {})
     model = model_hash(policy)
     report: dict[str, Any] = {"model": name, "sets": {}}
+    to_come = {data.task.name: old[data.task.name] for data in sets if data.task.name in old}
     for data in sets:
         result = old.get(data.task.name, {})
         made = made_from(policy, data, settings, model) | compared_with
@@ -234,7 +235,8 @@ def evaluate_model(
             result["fingerprint"] = made
             data.task.close()
         report["sets"][data.task.name] = {**result, "summary": summarise(result, config.eval.k)}
-        write_text(path, json.dumps(report) + "\n")
+        on_disk = {"model": name, "sets": to_come | report["sets"]}  # a stop loses no set that comes later
+        write_text(path, json.dumps(on_disk) + "\n")
     return report
 
 

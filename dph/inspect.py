@@ -29,7 +29,7 @@ from dph.config import Config, load_config
 from dph.divergences import Divergence, make_divergence, saturate
 from dph.errors import UserError, read_json
 from dph.losses import group_advantages
-from dph.made_from import made_from, refuse_other, run_settings
+from dph.made_from import OF_THE_RUN, made_from, refuse_other, run_settings
 from dph.prompts import PromptSet, tokenize
 from dph.rollouts import Rollout, unpack
 from dph.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ def inspect(run: Path, prompts: int = 12, divergence: str = "") -> Path:
     reference = load_policy(config.model.path, config, device)
     data = tokenize(task, policy.tokenizer, config)
     made = made_from(reference, data, run_settings(config))
-    found = {name: value for name, value in read_json(run / MADE_FROM).items() if name != "rollouts"}
+    found = {name: value for name, value in read_json(run / MADE_FROM).items() if name not in OF_THE_RUN}
     refuse_other(run, found, made, "its answers cannot be shown beside them")
     explored, origin = explored_answers(run, policy, data, config, prompts)
     shown = judged(explored, policy, reference, data, config, chosen, prompts)

@@ -127,7 +127,7 @@ def _named(name: str, found: Mapping[str, Any], wanted: Mapping[str, str]) -> st
         there = dict(json.loads(found[name]))
     except (KeyError, TypeError, ValueError):  # not written by this program, or by an older one
         return name
-    here = json.loads(wanted[name])
+    here = json.loads(wanted.get(name, "{}"))
     keys = [key for key in {**here, **there} if there.get(key) != here.get(key)]
     if name == "evaluation sets":
         return f"{name} ({', '.join(keys[:SHOWN])})"

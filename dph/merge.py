@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from dph.adapter_folder import base_folder, load_merged
-from dph.checkpoint import checkpoints, newest_checkpoint, write_folder
+from dph.checkpoint import checkpoints, newest_checkpoint, refuse_damaged, write_folder
 from dph.cli import fail, to_the_end
 from dph.errors import UserError
 from dph.model import Decoder
@@ -34,6 +34,7 @@ def merge(source: Path, out: Path, dtype: torch.dtype) -> None:
         raise UserError(f"{folder}: holds no adapter ({ADAPTER_CONFIG}); there is nothing to merge")
     if out.exists():
         raise UserError(f"{out}: is already there; name a new folder")
+    refuse_damaged(folder)
     model = load_merged(folder)
     tokenizer = load_tokenizer(folder if _has_tokenizer(folder) else base_folder(folder))
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -385,6 +385,31 @@ def test_an_adapter_is_taken_where_it_is_evaluated_and_refused_as_the_initial_po
         load_policy(str(step), made.config, torch.device("cpu"))
 
 
+def test_a_base_that_has_moved_is_written_into_the_checkpoint(tmp_path: Path) -> None:
+    trained(tmp_path)
+    step = tmp_path / "run" / "checkpoints" / "step-2"
+    (tmp_path / "model").rename(tmp_path / "moved")
+    path = step / "adapter_config.json"
+    path.write_text(path.read_text().replace(str(tmp_path / "model"), str(tmp_path / "moved")))
+    assert newest_checkpoint(tmp_path / "run") == step
+    merge(tmp_path / "run", tmp_path / "out", torch.float32)
+
+
+def test_a_damaged_step_is_neither_evaluated_nor_merged(tmp_path: Path) -> None:
+    made = trained(tmp_path)
+    step = tmp_path / "run" / "checkpoints" / "step-2"
+    file = step / "adapter_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    for use in (
+        lambda: load_policy(str(step), made.config, torch.device("cpu"), may_be_adapter=True),
+        lambda: merge(step, tmp_path / "out", torch.float32),
+    ):
+        with pytest.raises(UserError, match=r"not as it was written: adapter_model\.safetensors"):
+            use()
+
+
 # ---- the commands ------------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = home / "run.toml"
     config.write_text(
         f'[run]\nname = "a<b"\nfolder = "{home}"\n[model]\npath = "{model}"\n[data]\ntrain = "task:{home}/early.py"\n'
-        f'[sampling]\nmax_new_tokens = 5\n{SMALL_RUN}record_rollouts = true\neval_every = 0\n[eval]\nfinal = false\n'
+        f'eval = ["task:{home}/early.py"]\n[sampling]\nmax_new_tokens = 5\n{SMALL_RUN}record_rollouts = true\n'
+        "eval_every = 2\n[eval]\nfinal = false\nsamples = 2\nk = [1]\nduring_samples = 1\n"
         '[loss]\ndivergence = "js"\neta = 0.1\n[optim]\nlr = 0.002\n'
     )  # fmt: skip
     before = sys.argv
