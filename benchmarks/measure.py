@@ -31,10 +31,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in before | self.known:
-                self._follow(tensor.untyped_storage())
+        before = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(made):
+            if storage._cdata not in before | self.known:
+                self._follow(storage)
         return made
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
@@ -47,6 +47,12 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self.known.discard(key)
         self.now -= size
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Of the tensors among some values; those in an order of oneDNN's own have none that can be seen."""
+    tensors = [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
 
 
 class Cost:
