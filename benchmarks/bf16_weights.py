@@ -31,7 +31,7 @@ from torch import Tensor
 
 import dph.optimizer
 from benchmarks.measure import machine
-from dph.answering import EVALUATE, Policy, answer, sampling_settings
+from dph.answering import EVALUATE, Policy, acting, answer, autocast, sampling_settings, score_rollouts
 from dph.checkpoint import open_run
 from dph.cli import load_policy, open_task, set_up
 from dph.config import Config, load_config
@@ -153,6 +153,24 @@ def compare(seed: int, folder: Path, wanted: argparse.Namespace) -> dict[str, di
     return found
 
 
+@torch.no_grad()
+def gaps(kind: list[str], model: str) -> tuple[float, float]:
+    """Mean distance of a token's log-probability, of the sampler from the scorer, and of the scorer from fp32."""
+    config = load_config("configs/miniature_grpo.toml", [f"--model.path={model}", *kind])
+    in_fp32 = load_config("configs/miniature_grpo.toml", [f"--model.path={model}"])
+    policy, exact = (load_policy(model, each, set_up(each)) for each in (config, in_fp32))
+    data = tokenize(open_task("miniature:train", config), policy.tokenizer, config)
+    few = PromptSet(data.task, data.prompts[:48])
+    how = sampling_settings(config, policy, EVALUATE)
+    actor = acting(policy, config.run.dtype)
+    drawn = [each.rollout for each in answer(actor, few, [range(8)] * len(few.prompts), how)]
+    with autocast(policy.model, config.run.dtype):
+        scored = score_rollouts(policy.model, drawn, 1.0, config.train.microbatch_tokens)
+    right = score_rollouts(exact.model, drawn, 1.0, config.train.microbatch_tokens)
+    found = [torch.tensor([x for each in rows for x in each.logprobs]) for rows in (drawn, scored, right)]
+    return float((found[0] - found[1]).abs().mean()), float((found[1] - found[2]).abs().mean())
+
+
 def cell(values: list[float]) -> str:
     """The mean, and half of its interval."""
     half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5 if len(values) in STUDENT else 0.0
@@ -167,7 +185,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=2e-5, help="a tenth of the miniature's: small against the weights")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--gaps", action="store_true", help="instead: how far sampler and scorer are apart")
     wanted = parser.parse_args()
+    if wanted.gaps:
+        model = str(build_base(Path("runs"), 0, 1)) if wanted.model == "miniature" else wanted.model
+        print("| settings | sampler from scorer | scorer from fp32 |\n| --- | --- | --- |")
+        for kind in ([], ["--run.dtype=bf16"], ["--run.dtype=bf16", "--model.dtype=bf16"]):
+            print(f"| {' '.join(kind) or 'fp32'} | {' | '.join(f'{gap:.1e}' for gap in gaps(kind, model))} |")
+        return
     with tempfile.TemporaryDirectory() as folder:
         wanted.model = str(rounded_base(wanted.model, Path(folder)))
         seeds = range(wanted.first_seed, wanted.first_seed + wanted.seeds)
