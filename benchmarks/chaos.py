@@ -63,7 +63,12 @@ def command(arguments: list[str], log: Path) -> None:
     if log.parent.joinpath("model").exists():  # the tiny one's
         train.plot_run = lambda run: []  # pictures take longer than all the rest
         MiniatureTask.rewards = WordTask.rewards  # type: ignore[method-assign, assignment]
-    run_command(train.main, str(train.__doc__), train._arguments)
+    try:
+        run_command(train.main, str(train.__doc__), train._arguments)
+        sys.stdout.flush()
+        os._exit(0)  # what Python does after a program's end belongs to no run
+    except KeyboardInterrupt:  # between the run's end and here: a kill like any other
+        os._exit(130)
 
 
 def left(run: Path, steps: int) -> dict[str, Any]:
