@@ -27,7 +27,7 @@ from dph.attention import rotate
 from dph.drawing import draw
 from dph.model import Decoder
 from dph.model_folder import load_model
-from dph.packing import pack
+from dph.packing import can_pack, pack
 from dph.sampler import SamplingSettings, _Job, _Slots
 from dph.tasks.base import Prompt
 
@@ -35,7 +35,7 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PARTS = ["products", "vocabulary", "attention", "norms, rotation, silu", "draw", "bookkeeping", "rest"]
 
 
-def fastest(run: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
+def fastest(run: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of the fastest of some runs, after one to warm up."""
     run()
     if torch.cuda.is_available():
@@ -155,7 +155,8 @@ def main() -> None:
         model = (
             make_model(4096, device).to(TYPES[name]) if wanted.tiny else load_model(wanted.model, TYPES[name], device)
         )
-        pack(model)
+        if can_pack(model, TYPES[name]):
+            pack(model)
         for rows in wanted.rows:
             found = profile(model, rows, wanted.columns, wanted.repeats, clock)
             cells = [f"{found[part] * 1e3:.1f} ({found[part] / found['step']:.0%})" for part in PARTS]

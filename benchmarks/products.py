@@ -1,30 +1,50 @@
 """How fast this CPU multiplies few rows by a matrix, by layout and type: python -m benchmarks.products [--threads N]
 
-The matrices of twelve SmolLM2-135M layers, one after the other as decoding reads them, row by row (as files have them)
-and column by column (as load_model lays them out on a CPU). The best of --repeats rounds counts.
+The matrices of twelve SmolLM2-135M layers, one after the other as decoding reads them: row by row (as files and
+load_model have them), column by column, and in oneDNN's order (dph/packing.py). The best of --repeats rounds counts.
 """
 
 import argparse
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.measure import cost, machine
+from dph.packing import PackedLinear
 
 SHAPES = [(576, 576)] * 2 + [(192, 576)] * 2 + [(1536, 576)] * 2 + [(576, 1536)]  # (outputs, inputs)
 LAYERS = 12
 
 
-def rate(weights: list[Tensor], rows: int, repeats: int) -> float:
+def rate(linears: Sequence[nn.Linear | PackedLinear], rows: int, dtype: torch.dtype, repeats: int) -> float:
     """GFLOP/s of `rows` rows through all matrices."""
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1]).to(w.dtype) for w in weights}
+    inputs = {linear.in_features: torch.randn(rows, linear.in_features, dtype=dtype) for linear in linears}
     seconds = []
     for _ in range(repeats):
         with cost() as found:
-            for weight in weights:
-                nn.functional.linear(inputs[weight.shape[1]], weight)
+            for linear in linears:
+                linear(inputs[linear.in_features])
         seconds.append(found.seconds)
-    return 2e-9 * rows * sum(w.numel() for w in weights) / min(seconds)
+    return 2e-9 * rows * sum(linear.in_features * linear.out_features for linear in linears) / min(seconds)
+
+
+def by_rows(dtype: torch.dtype) -> list[nn.Linear]:
+    """The layers' linear modules as they are made."""
+    return [nn.Linear(i, o, bias=False, dtype=dtype) for _ in range(LAYERS) for o, i in SHAPES]
+
+
+def by_columns(dtype: torch.dtype) -> list[nn.Linear]:
+    """The same, the numbers of a column side by side in memory."""
+    linears = by_rows(dtype)
+    for linear in linears:
+        linear.weight.data = linear.weight.data.T.contiguous().T
+    return linears
+
+
+def packed(dtype: torch.dtype) -> list[PackedLinear]:
+    """The same, packed."""
+    return [PackedLinear(linear.weight) for linear in by_rows(dtype)]
 
 
 def main() -> None:
@@ -35,13 +55,12 @@ def main() -> None:
     if wanted.threads:
         torch.set_num_threads(wanted.threads)
     print(machine())
-    print("| type | rows | row by row, GFLOP/s | column by column | ratio |\n| --- | --- | --- | --- | --- |")
+    print("| type | rows | row by row, GFLOP/s | column by column | packed |\n| --- | --- | --- | --- | --- |")
     for dtype in (torch.float32, torch.bfloat16):
-        by_rows = [torch.randn(shape).to(dtype) for _ in range(LAYERS) for shape in SHAPES]
-        by_columns = [weight.T.contiguous().T for weight in by_rows]
+        layouts = (by_rows(dtype), by_columns(dtype), packed(dtype))
         for rows in (64, 48, 32, 16, 8):
-            first, second = (rate(weights, rows, wanted.repeats) for weights in (by_rows, by_columns))
-            print(f"| {dtype} | {rows} | {first:.0f} | {second:.0f} | {second / first:.2f} |", flush=True)
+            found = [f"{rate(linears, rows, dtype, wanted.repeats):.0f}" for linears in layouts]
+            print(f"| {dtype} | {rows} | {' | '.join(found)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.measure import cost, machine
 from dph.model import Decoder
 from dph.model_folder import load_model
-from dph.packing import PackedLinear, pack
+from dph.packing import PackedLinear, can_pack, pack
 from dph.sampler import SamplingSettings, sample
 from dph.tasks.base import Prompt
 from dph.tokenizer import load_tokenizer
@@ -62,21 +62,15 @@ def theirs(model: Any, prompts: list[list[int]], samples: int, tokens: int, end_
     return int((ended == 0).sum() + (ended[:, -1] > 0).sum())  # what follows an end token is padding
 
 
-def multiplied(model: Decoder) -> list[nn.Module]:
-    """The layers' linear modules, in the order in which a token meets them; the head is not among them."""
-    return [module for module in model.model.layers.modules() if isinstance(module, nn.Linear | PackedLinear)]
+def products(model: Decoder, rows: int) -> list[tuple[nn.Linear | PackedLinear, Tensor]]:
+    """The layers' products in the order in which a token meets them: what multiplies, and `rows` rows for it.
 
-
-def matrices(model: Decoder) -> list[Tensor]:
-    """Their matrices."""
-    return [module.get_parameter("weight") for module in multiplied(model)]
-
-
-def products(model: Decoder, rows: int) -> list[tuple[nn.Module, Tensor]]:
-    """The layers' products in the order in which a token meets them: what multiplies, and `rows` rows for it."""
-    sizes = {weight.shape[1] for weight in matrices(model)}
+    The head's is not among them.
+    """
+    linears = [each for each in model.model.layers.modules() if isinstance(each, nn.Linear | PackedLinear)]
+    sizes = {linear.in_features for linear in linears}
     inputs = {size: torch.randn(rows, size, dtype=model.head.dtype, device=model.head.device) for size in sizes}
-    return [(module, inputs[module.get_parameter("weight").shape[1]]) for module in multiplied(model)]
+    return [(linear, inputs[linear.in_features]) for linear in linears]
 
 
 def limit(model: Decoder, rows: int, tokens: int) -> int:
@@ -102,7 +96,8 @@ def compare(folder: Path, dtype: torch.dtype, wanted: argparse.Namespace) -> dic
     """{"forced" or "natural": {"ours", "transformers", "limit": figures}}."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer, model = load_tokenizer(folder), load_model(folder, dtype, device)
-    pack(model)  # as answering.acting does
+    if can_pack(model, dtype):  # as answering.acting does
+        pack(model)
     prompts = [tokenizer.chat([{"role": "user", "content": ASKED[i % len(ASKED)]}]) for i in range(wanted.prompts)]
     oracle = None
     if not wanted.alone:

@@ -27,11 +27,11 @@ import torch
 from torch import nn
 
 from benchmarks.measure import cost, machine
-from benchmarks.sampler import ASKED, matrices
-from dph.answering import EVALUATE, Policy, answer, autocast, sampling_settings, score_rollouts
+from benchmarks.sampler import ASKED
+from benchmarks.sampler import limit as decode_limit
+from dph.answering import EVALUATE, Policy, acting, answer, autocast, sampling_settings, score_rollouts
 from dph.cli import load_policy, open_task, set_up
 from dph.config import Config, load_config
-from dph.model import Decoder
 from dph.presampling import Partition
 from dph.prompts import PromptSet, tokenize
 from dph.rollouts import Rollout, collate, group_by_tokens
@@ -116,29 +116,29 @@ def measure(method: str, wanted: argparse.Namespace, after: Callable[[], None] =
         rows = wanted.prompts * wanted.samples * (2 if stored else 1)
         median |= {"peak": everything.peak, "rows": rows, "models": 1.0 + (reference is not None)}
         if method == "grpo":
-            median["limit"] = limit(policy.model, rehearsal(policy, data, config), config)
+            median["limit"] = limit(policy, rehearsal(policy, data, config), config)
         return median
 
 
-def limit(model: Decoder, rollouts: list[Rollout], config: Config) -> float:
+def limit(policy: Policy, rollouts: list[Rollout], config: Config) -> float:
     """Seconds of the matrix products of sampling these answers and of training on them."""
-    linears = matrices(model)
+    model, actor = policy.model, acting(policy, config.run.dtype).model
+    linears = [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
     lengths = [len(r.tokens) for r in rollouts]
 
-    def products(tokens: int, head: int, backward: bool) -> None:
+    def forward_and_backward(tokens: int, head: int) -> None:
         for weight, rows in [*((w, tokens) for w in linears), (model.head, head)]:
             x = torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
             y = nn.functional.linear(x, weight)
-            if backward:
-                torch.mm(y, weight), torch.mm(y.T, x)
+            torch.mm(y, weight), torch.mm(y.T, x)
 
-    with torch.no_grad(), autocast(model, config.run.dtype), cost() as found:
+    with torch.no_grad(), cost() as found:
         for position in range(max(lengths)):
-            rows = sum(length > position for length in lengths)
-            products(rows, rows, False)
-        for group in group_by_tokens(rollouts, config.train.microbatch_tokens):
-            batch = collate([rollouts[i] for i in group], model.head.device)
-            products(len(batch.tokens), len(batch.targets), True)
+            decode_limit(actor, sum(length > position for length in lengths), 1)
+        with autocast(model, config.run.dtype):
+            for group in group_by_tokens(rollouts, config.train.microbatch_tokens):
+                batch = collate([rollouts[i] for i in group], model.head.device)
+                forward_and_backward(len(batch.tokens), len(batch.targets))
     return found.seconds
 
 

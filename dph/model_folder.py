@@ -87,10 +87,6 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: D
         loaded = weight.to(device, dtype, copy=True)  # out of the mapped file, which may change
         if not loaded.sum(dtype=torch.float32).isfinite():  # the sum is ten times as fast as a look at each
             raise UserError(f"{files[name]}: {name} holds NaN or infinite values in {dtype}")
-        multiplies = weight.ndim == 2 and (config.tie_word_embeddings or name != "model.embed_tokens.weight")
-        if multiplies and torch.device(device).type == "cpu":
-            # Column by column: MKL multiplies few rows, as decoding does, by such a matrix up to twice as fast.
-            loaded = loaded.T.contiguous().T
         weights[name] = loaded
     try:
         model.load_state_dict(weights, assign=True)

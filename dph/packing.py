@@ -1,9 +1,11 @@
-"""Matrices as a CPU's bf16 products read them, for a model that only samples.
+"""Matrices in oneDNN's own order, for a copy of the model that only samples, on a CPU.
 
-A product by few rows takes about as long as reading its matrix, and oneDNN reads one faster in an order of its own. It
-is one and a half times as fast for 2 to 16 rows, a third faster for 64 (docs/performance.md).
-The plain weights stay where they are, so the copy takes as much memory again.
+A product by few rows takes about as long as reading its matrix. In the order that oneDNN chooses it takes half to three
+quarters of the time, in fp32 and in bf16 (docs/performance.md). The order is known to oneDNN alone, so nothing else can
+be done with such a matrix: the trained weights stay as they are, and new ones are packed anew.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,38 +14,53 @@ from dph.model import Decoder
 
 
 class PackedLinear(nn.Module):
-    """A linear layer that computes with a packed copy of its weight, as it was when `pack` was last called."""
+    """A linear layer that holds its matrix packed, and no other."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """weight (d_out, d_in); bias (d_out,)."""
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias  # (outputs, inputs); (outputs,) or None
-        self.pack()
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self.pack(weight)
 
-    def pack(self) -> None:
-        """Copies the weight in oneDNN's order."""
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+    def pack(self, weight: Tensor) -> None:
+        """Takes another matrix (d_out, d_in)."""
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., inputs) -> (..., outputs): what F.linear(x, weight, bias) gives."""
+        """x (..., d_in) -> (..., d_out): what F.linear(x, weight, bias) gives."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 
+def can_pack(model: Decoder, dtype: torch.dtype) -> bool:
+    """Whether a copy of this model in `dtype` can be packed: fp32, or bf16 where the processor has its instructions."""
+    if model.head.device.type != "cpu" or model.compiled:  # a compiler cannot look into a packed matrix
+        return False
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):  # type: ignore[no-untyped-call]
+        return False  # another kind of processor, where this was never tried
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
 def pack(model: Decoder) -> None:
-    """Packs the matrices of a bf16 model on a CPU, and again whenever its weights have changed; leaves others alone."""
-    weight = model.head
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or model.compiled:
-        return  # a compiler cannot look into a packed matrix
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # a processor without AVX-512, or another kind of processor
-        return
-    if model.packed_head is None:
-        for module in list(model.model.layers.modules()):
-            for name, child in list(module.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(module, name, PackedLinear(child))
-        vocabulary = nn.Linear(1, 1, bias=False, device="meta")
-        vocabulary.weight = (model.model.embed_tokens if model.lm_head is None else model.lm_head).weight
-        model.packed_head = PackedLinear(vocabulary)
-        return
-    for module in model.modules():
-        if isinstance(module, PackedLinear):
-            module.pack()
+    """Packs the matrices of a model that `can_pack` allows, in place. The embedding stays: its rows are read."""
+    for name, linear in list(model.model.layers.named_modules()):
+        if isinstance(linear, nn.Linear):
+            model.model.layers.set_submodule(name, PackedLinear(linear.weight, linear.bias))
+    model.packed_head = PackedLinear(model.head)
+
+
+@torch.no_grad()
+def set_weights(model: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Gives a model, packed or not, new weights, by name and of any type: those of the model that it is a copy of."""
+    parameters = dict(model.named_parameters())
+    packed = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    dtype = model.head.dtype
+    for name, weight in weights:
+        if name in parameters:
+            parameters[name].copy_(weight)
+        else:
+            packed[name].pack(weight.to(dtype))
+    if isinstance(model.packed_head, PackedLinear):
+        model.packed_head.pack(model.head)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import decode
+from benchmarks import decode, operations
 from benchmarks.measure import cost
 from benchmarks.sampler import limit
 from benchmarks.scaling import make_model
@@ -64,6 +64,20 @@ def test_compiled_layers_change_no_result(tmp_path: Path, monkeypatch: pytest.Mo
     prompts = [Prompt(0, tokens=[1, 5, 6]), Prompt(1, tokens=[1, 9])]
     there, here = (sample(m, prompts, [range(4)] * 2, SamplingSettings((0,), (2,), 10)) for m in (plain, compiled))
     assert [r.tokens for r in there] == [r.tokens for r in here]
+
+
+def test_every_other_way_of_a_decode_step_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:  # type: ignore[type-arg]
+    compile_eagerly(monkeypatch)
+    monkeypatch.setattr(operations, "LAYERS", 1)
+    monkeypatch.setattr(operations, "VOCABULARY", 256)
+    monkeypatch.setattr("sys.argv", ["operations", "--rows", "4", "--repeats", "1"])
+    with torch.inference_mode():
+        operations.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "| ms a step | float32, 4 rows | bfloat16, 4 rows |"
+    assert len(lines) == 3 + 13  # machine, head, rule; a line for each way
 
 
 def test_the_profile_of_a_step_names_its_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]

@@ -1,0 +1,120 @@
+"""What a decode step could be made of instead, operation by operation: python -m benchmarks.operations [--threads N]
+
+Each line is one operation of twelve SmolLM2-135M layers, beside what dph/ does in its place; milliseconds of a step of
+all thirty layers. It runs on the layers' own shapes, with memory that no cache holds. The best of --repeats counts.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.decode import fastest
+from benchmarks.measure import machine
+from dph.drawing import _draw, draw
+from dph.packing import PackedLinear
+
+HIDDEN, MLP, KV_HEADS, GROUP, HEAD_DIM, VOCABULARY = 576, 1536, 3, 3, 64, 49152
+COLUMNS = 128  # of the cache
+LAYERS, OF = 12, 30
+
+
+def packed(outputs: int, dtype: torch.dtype) -> list[PackedLinear]:
+    """A matrix of each layer."""
+    return [PackedLinear(torch.randn(outputs, HIDDEN, dtype=dtype)) for _ in range(LAYERS)]
+
+
+def projections(rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Matrices one by one, or joined."""
+    x = torch.randn(rows, HIDDEN, dtype=dtype)
+    queries, keys, values = packed(HIDDEN, dtype), packed(192, dtype), packed(192, dtype)
+    gates, ups = packed(MLP, dtype), packed(MLP, dtype)
+    three_in_one, two_in_one = packed(HIDDEN + 384, dtype), packed(2 * MLP, dtype)
+    return {
+        "q, k, v": lambda: [(q(x), k(x), v(x)) for q, k, v in zip(queries, keys, values, strict=True)],
+        "q, k, v: one matrix": lambda: [linear(x) for linear in three_in_one],
+        "gate, up": lambda: [(gate(x), up(x)) for gate, up in zip(gates, ups, strict=True)],
+        "gate, up: one matrix": lambda: [linear(x) for linear in two_in_one],
+    }
+
+
+def norms(rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Two norms a layer."""
+    x = torch.randn(rows, 1, HIDDEN, dtype=dtype)
+    norm = nn.RMSNorm(HIDDEN, 1e-5, dtype=dtype)
+    ones = torch.ones(2 * HIDDEN, dtype=dtype)
+
+    def by_hand() -> Tensor:
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return x * (size.square() / HIDDEN + 1e-5).rsqrt().to(dtype) * norm.weight
+
+    def through_layer_norm() -> Tensor:  # the mean of x and -x is 0, so LayerNorm divides by the root mean square
+        both = torch.cat((x, -x), -1)
+        return F.layer_norm(both, (2 * HIDDEN,), ones, None, 1e-5)[..., :HIDDEN]
+
+    compiled = torch.compile(lambda y: F.rms_norm(y, (HIDDEN,), norm.weight, 1e-5))
+    found = {"RMSNorm": lambda: norm(x), "RMSNorm: by hand": by_hand, "RMSNorm: LayerNorm": through_layer_norm}
+    found["RMSNorm: compiled"] = lambda: compiled(x)
+    return {name: lambda run=run: [run() for _ in range(2 * LAYERS)] for name, run in found.items()}  # type: ignore[misc]
+
+
+def attention(rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """One query a head against a cache."""
+    q = torch.randn(rows, KV_HEADS, GROUP, HEAD_DIM, dtype=dtype)
+    mask = torch.zeros(rows, 1, 1, COLUMNS, dtype=dtype)
+    flat_mask = mask.expand(rows, KV_HEADS, 1, COLUMNS).reshape(-1, 1, COLUMNS)
+    shape = (rows, KV_HEADS, COLUMNS, HEAD_DIM)
+    cache = [(torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)) for _ in range(LAYERS)]
+
+    def products(k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.mT) * HEAD_DIM**-0.5 + mask
+        return torch.matmul(scores.softmax(-1), v)
+
+    def one_operation(k: Tensor, v: Tensor) -> Tensor:
+        keys, values = k.flatten(0, 1), v.flatten(0, 1)
+        scores = torch.baddbmm(flat_mask, q.flatten(0, 1), keys.mT, alpha=HEAD_DIM**-0.5)
+        return torch.bmm(scores.softmax(-1), values)
+
+    def fused(k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    found = {"attention": products, "attention: baddbmm": one_operation, "attention: fused kernel": fused}
+    return {name: lambda run=run: [run(k, v) for k, v in cache] for name, run in found.items()}  # type: ignore[misc]
+
+
+def draws(rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """One token a row."""
+    logits, uniforms = torch.randn(rows, VOCABULARY, dtype=dtype), torch.rand(rows, dtype=torch.float64)
+    return {
+        "draw": lambda: draw(logits, uniforms, 1.0, 1.0),
+        "draw: all rows together": lambda: _draw(logits, uniforms, 1.0, 1.0),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=0, help="0 leaves PyTorch's own choice")
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--rows", nargs="+", type=int, default=[64, 8])
+    wanted = parser.parse_args()
+    if wanted.threads:
+        torch.set_num_threads(wanted.threads)
+    cases = [(dtype, rows) for dtype in (torch.float32, torch.bfloat16) for rows in wanted.rows]
+    milliseconds: dict[str, list[str]] = {}
+    for dtype, rows in cases:
+        for made in (projections, norms, attention, draws):
+            scale = 1 if made is draws else OF / LAYERS
+            for name, run in made(rows, dtype).items():
+                milliseconds.setdefault(name, []).append(f"{1e3 * scale * fastest(run, wanted.repeats):.1f}")
+    print(machine())
+    heads = [f"{str(dtype).removeprefix('torch.')}, {rows} rows" for dtype, rows in cases]
+    print(f"| ms a step | {' | '.join(heads)} |\n|{' --- |' * (len(cases) + 1)}")
+    for name, cells in milliseconds.items():
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
