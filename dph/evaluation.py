@@ -33,7 +33,7 @@ FAILED = ("timeout", "grader_error", "data_error")  # outcomes that say nothing 
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """1 - C(n-c, k) / C(n, k), the chance that k of n answers hold a correct one, as a running product.
+    """1 - C(n-c, k) / C(n, k), the chance that k of n answers hold a correct one, as a running product (E11).
 
     Raises: ValueError if samples < k.
     """
@@ -56,7 +56,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def keep_explore(base: Mapping[int, int], new: Mapping[int, int]) -> tuple[float, float]:
-    """Shares of problems, "solved" meaning at least one correct answer, over the problems that both counts hold.
+    """E11's shares of problems, "solved" meaning at least one correct answer, over problems that both counts hold.
 
     Args:
         base, new: correct answers of each problem.

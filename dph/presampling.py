@@ -47,7 +47,7 @@ class Partition:
 
 
 def presample(policy: Policy, data: PromptSet, config: Config, other: Path | None = None) -> Partition:
-    """Makes RUN/presample, or reads it where it is already there and fits.
+    """Makes the partition of E7 in RUN/presample, or reads it where it is already there and fits.
 
     Args:
         other: a run whose partition is taken over, where it has one.
