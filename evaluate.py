@@ -60,6 +60,7 @@ def _without_a_model(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [CONFIG] [MODEL ...] [options] [--section.key=value ...]"
     config_argument(parser, nargs="?")
     parser.add_argument("models", nargs="*", metavar="MODEL", help="models to evaluate; the first is the base")
     instead = parser.add_mutually_exclusive_group()

@@ -14,6 +14,7 @@ Simplified: no dropout; one rank for all layers. What to set: docs/adapters.md. 
 A run's adapter becomes a whole model with: python -m dph.adapter merge RUN_OR_CHECKPOINT OUT
 """
 
+import hashlib
 import math
 import runpy
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ def add_adapters(model: Decoder, rank: int, alpha: float, base: str, seed: int =
         seed: of the numbers that A starts with, uniform in ±1 / sqrt(d_in). B starts at zero.
     """
     model.base = base
+    model.base_sha256 = _hash_in_bf16(model)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, linear in _linears(model).items():
@@ -74,6 +76,15 @@ def add_adapters(model: Decoder, rank: int, alpha: float, base: str, seed: int =
         adapted.lora_B.weight.zero_()
         layer, _, place = name.rpartition(".")
         setattr(model.get_submodule(layer), place, adapted)
+
+
+def _hash_in_bf16(model: Decoder) -> str:
+    """SHA-256 of a model's weights, rounded to bf16: the same whether it was loaded in bf16 or in a wider type."""
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        rounded = weight.detach().to("cpu", torch.bfloat16).contiguous()
+        digest.update(rounded.view(torch.int16).numpy().data)  # NumPy has no bf16
+    return digest.hexdigest()
 
 
 def check_rank(model: Decoder, rank: int) -> None:

@@ -2,14 +2,19 @@
 
 What is saved here, PEFT and vLLM load. What PEFT has made elsewhere is read where it is plain LoRA on layers that have
 adapters here; a variant that computes another formula is refused by name.
+
+An adapter means nothing without its own base, and half of one is another model. So the file of the weights carries a
+hash of the base's (PEFT's does not), and the layers in it must be those that adapter_config.json names.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,6 +26,7 @@ from dph.model_folder import ADAPTER_CONFIG, check_model_folder, find_model, loa
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before a weight's name
+BASE_SHA256 = "base_sha256"  # among the metadata of the file of the weights
 # Keys under which PEFT computes something else than W x + s B A x; without them each is empty, null or false.
 VARIANTS = ["alora_invocation_tokens", "alpha_pattern", "arrow_config", "fan_in_fan_out", "kasa_config"]
 VARIANTS += ["layer_replication", "lora_bias", "modules_to_save", "monteclora_config", "rank_pattern"]
@@ -51,7 +57,7 @@ def save_adapter(model: Decoder, weights: Mapping[str, Tensor], folder: str | Pa
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     saved = {PREFIX + name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    save_file(saved, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    save_file(saved, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", BASE_SHA256: model.base_sha256})
 
 
 def _settings(model: Decoder) -> tuple[int, float]:
@@ -64,7 +70,8 @@ def _settings(model: Decoder) -> tuple[int, float]:
 def read_adapter(folder: Path, model: Decoder) -> dict[str, Tensor]:
     """A and B of a folder, by the names that they have in the model; of layers that have an adapter there.
 
-    Raises: UserError where a weight is damaged, of another shape, or of a layer that has no adapter here.
+    Raises: UserError where a weight is missing, damaged, of another shape, or of a layer that has no adapter here; or
+        where the model is another one than the adapter was trained on.
     """
     file = folder / ADAPTER_WEIGHTS
     found = read_tensors(file)
@@ -81,7 +88,55 @@ def read_adapter(folder: Path, model: Decoder) -> dict[str, Tensor]:
             raise UserError(f"{file}: {name} holds NaN or infinite values")
     if not found:
         raise UserError(f"{file}: holds no weights")
+    _check_layers(folder, model, {name.removeprefix(PREFIX).partition(".lora_")[0] for name in found})
+    _check_base(file, model)
     return {name.removeprefix(PREFIX): weight for name, weight in found.items()}
+
+
+def _check_layers(folder: Path, model: Decoder, found: set[str]) -> None:
+    """Raises a UserError unless the layers `found` among the weights are those that adapter_config.json names."""
+    named = _named_layers(folder, list(adapters(model)))
+    for layer in sorted(named ^ found):
+        if layer in named:
+            raise UserError(f"{folder / ADAPTER_WEIGHTS}: lacks {layer}, which {ADAPTER_CONFIG} names; save it again")
+        raise UserError(f"{folder / ADAPTER_WEIGHTS}: holds {layer}, which {ADAPTER_CONFIG} does not name")
+
+
+def _named_layers(folder: Path, layers: list[str]) -> set[str]:
+    """Those of `layers` that adapter_config.json gives an adapter, by PEFT's rules."""
+    path = folder / ADAPTER_CONFIG
+    config = _read_config(folder)
+    wanted = config["target_modules"]
+    excluded = config.get("exclude_modules") or []
+    numbers = config.get("layers_to_transform")  # of the layers that have adapters; none given: all have
+    if isinstance(numbers, int):
+        numbers = [numbers]
+    try:
+        chosen = {layer for layer in layers if _matches(layer, wanted) and not _matches(layer, excluded)}
+        return {layer for layer in chosen if not numbers or int(layer.split(".")[2]) in numbers}
+    except (re.error, TypeError) as error:
+        keys = "target_modules, exclude_modules or layers_to_transform"
+        raise UserError(f"{path}: {keys} cannot be read ({error})") from None
+
+
+def _matches(layer: str, pattern: str | list[str]) -> bool:
+    """Whether a pattern of PEFT's means this layer: ends of names, a regular expression, or all linear layers."""
+    if pattern == "all-linear":
+        return True
+    if isinstance(pattern, str):
+        return re.fullmatch(pattern, layer) is not None
+    return any(layer == name or layer.endswith(f".{name}") for name in pattern)
+
+
+def _check_base(file: Path, model: Decoder) -> None:
+    """Raises a UserError where the weights of the model's base are not those that the adapter was trained on."""
+    with safe_open(file, "pt") as opened:
+        trained_on = (opened.metadata() or {}).get(BASE_SHA256)
+    if trained_on and trained_on != model.base_sha256:  # PEFT does not say
+        raise UserError(
+            f"{file}: was trained on other weights than those of {model.base!r}; "
+            f"write where its own base lies into {ADAPTER_CONFIG} (base_model_name_or_path)"
+        )
 
 
 @torch.no_grad()
@@ -121,6 +176,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"{path}: base_model_name_or_path should name the base's folder, or its name on the hub")
+    targets = config.get("target_modules")
+    if not targets or not isinstance(targets, str | list):
+        raise UserError(f"{path}: target_modules is {targets!r}; it should name the layers that have an adapter")
     only: dict[str, list[Any]] = {"peft_type": ["LORA"], "bias": [None, "none"], "init_lora_weights": STARTS}
     only |= {key: [None, False, {}, []] for key in VARIANTS}
     for key, right in only.items():

@@ -2,8 +2,8 @@
 
 A checkpoint is RUN/checkpoints/step-N: a model folder in Hugging Face layout with trainer.safetensors (AdamW's
 moments), state.json (the counters) and SHA256SUMS, as `sha256sum -c` reads it; one that does not hold what was written
-is never loaded. Where the model folder is in bf16, master_weights.safetensors holds the fp32 weights to go on from. A
-run with adapters saves these in place of the model, in PEFT's layout (dph/adapter_folder.py).
+is never loaded. Where the model folder was rounded to bf16, master_weights.safetensors holds the fp32 weights to go on
+from. A run with adapters saves these in place of the model, in PEFT's layout (dph/adapter_folder.py).
 What all this promises, and how it is tested: docs/reliability.md.
 """
 
@@ -40,7 +40,7 @@ from dph.tokenizer import Tokenizer
 
 # May differ when a run is continued: they change how long, how often or how fast, never what is computed.
 FREE = r"eval\.|run\.(folder|device|threads|tensorboard)$|train\.(steps|shard|recompute|save_\w+|keep_\w+)$"
-MASTER = "master_weights.safetensors"  # the fp32 weights, in a checkpoint whose model.safetensors is in bf16
+MASTER = "master_weights.safetensors"  # the fp32 weights, in a checkpoint whose model.safetensors was rounded
 DAY = "chat_day.txt"  # in a run's folder
 MADE_FROM = "made_from.json"  # in a run's folder, see dph/made_from.py
 P = ParamSpec("P")
@@ -279,9 +279,10 @@ def save_checkpoint(
 
 
 def _save_whole(model: Decoder, weights: Mapping[str, Tensor], folder: Path, dtype: str) -> None:
-    """Writes the model's folder; in bf16 the fp32 weights to go on from stand beside."""
-    save_model(model, folder, torch.bfloat16 if dtype == "bf16" else None, weights)
-    if dtype == "bf16":
+    """Writes the model's folder, rounded to bf16 where that is wanted; what rounding would lose stands beside."""
+    rounds = dtype == "bf16" and model.head.dtype != torch.bfloat16
+    save_model(model, folder, torch.bfloat16 if rounds else None, weights)
+    if rounds:
         write_tensors(folder / MASTER, weights)
     # Tools that read every .safetensors of a folder, vLLM for one, keep to an index where there is one.
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}

@@ -41,7 +41,7 @@ class Experience:
 
 
 class Collector:
-    """Samples for the trainer."""
+    """Samples for the trainer: groups of answers, with the dynamic sampling of E9 where it is asked for."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ def _add_entropy(rollouts: Sequence[Rollout], meter: Meter) -> None:
 
 
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476): 0 up to limit - buffer tokens, then down to -1 at limit."""
+    """DAPO's soft overlong penalty (E9; arXiv 2503.14476): 0 up to limit - buffer tokens, then down to -1 at limit."""
     return min(0.0, (limit - buffer - length) / buffer) if buffer else 0.0
 
 

@@ -21,9 +21,9 @@ from dph.checkpoint import write_text
 from dph.cli import fail, to_the_end
 from dph.errors import UserError, read_json
 from dph.evaluation import keep_explore
+from dph.made_from import ASKED
 from dph.plots import Report, plot_pass_at_k, table
 
-ASKED = ("prompts", "gold answers", "databases", "grader")  # of a fingerprint: what was asked and how it was judged
 # May differ between evaluations that are held against each other; the prompts are compared by their own hash.
 FREE = ("seed", "dtype", "greedy", "max_rows")
 EXPLANATION = (

@@ -96,18 +96,24 @@ class LossConfig:
     """[loss] the objective: L_exp (E4) and eta times one divergence, from the reference's samples or our own."""
 
     divergence: str = key("none", "name of a generator of dph/divergences.py, or none")
-    samples: str = key("reference", "rehearsal (E5), own: penalty (E2), both: E8", "reference", "own", "both")
+    samples: str = key("reference", "stored answers (E5), own: a penalty (E2), both: E8", "reference", "own", "both")
     eta: float = key(0.0, "weight of the divergence (E6)", low=0.0)
     alpha: float = key(0.5, "order of the alpha divergence, 0.01 or more and below 1", low=0.0, high=1.0)
     skew: float = key(0.5, "lambda of skew_js", low=0.0, high=1.0)
     divergence_form: str = key("standard", "plain: forward_kl as -log u, supervised", "standard", "plain")
-    penalty_estimator: str = key("k3", "with own samples", "k3", "k3_importance", "exact")
+    penalty_estimator: str = key("k3", "with own samples; k3 pulls as the forward KL", "k3", "k3_importance", "exact")
     ratio_cap: float = key(2.0, "largest importance weight on own samples, where pi_old lags behind (E2, E8)", low=1.0)
     entropy: float = key(0.0, "weight of an entropy bonus", low=0.0)
     clip_low: float = key(0.2, "epsilon_low of the clipped ratio", low=0.0, high=1.0)
     clip_high: float = key(0.28, "epsilon_high", low=0.0)
     dual_clip: float = key(0.0, "c > 1 bounds the loss of negative advantages; 0 is off", low=0.0)
-    aggregation: str = key("token-mean", "E4", "token-mean", "sequence-mean", "sequence-sum")
+    aggregation: str = key(
+        "token-mean",
+        "mean of all tokens, of the answers' means, or of the answers' sums over L (E4)",
+        "token-mean",
+        "sequence-mean",
+        "sequence-sum",
+    )
     aggregation_length: int = key(0, "L of sequence-sum; 0 takes sampling.max_new_tokens", low=0)
     advantage_std: bool = key(True, "divide by the group's standard deviation; false is Dr. GRPO")
 
@@ -158,7 +164,7 @@ class TrainConfig:
     record_rollouts: bool = key(False, "keep every step's rollouts, for train.py --rollouts-from RUN")
     eval_every: int = key(50, "steps between evaluations; 0 never", low=0)
     save_every: int = key(50, "steps between checkpoints; 0 only at the end", low=0)
-    save_dtype: str = key("fp32", "weights in a checkpoint; with bf16 the fp32 ones stand beside", "fp32", "bf16")
+    save_dtype: str = key("fp32", "fp32: a checkpoint's weights as held; bf16: rounded, those beside", "fp32", "bf16")
     keep_last: int = key(2, "newest checkpoints kept", low=1)
     keep_best: bool = key(False, "also keep the checkpoint with the best pass@1 of the first evaluation set")
 

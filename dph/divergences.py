@@ -139,7 +139,7 @@ class Divergence:
 
 
 def make_divergence(name: str, **settings: Any) -> Divergence:
-    """The generator `name` with those of `settings` (alpha, skew, divergence_form) that it takes.
+    """The generator `name` of E1 with those of `settings` (alpha, skew, divergence_form) that it takes.
 
     Raises: UserError for an unknown name.
     """
@@ -152,5 +152,5 @@ def make_divergence(name: str, **settings: Any) -> Divergence:
 
 
 def saturate(log_ratio: Tensor, low: float = -math.inf, high: float = EXP_LIMIT) -> Tensor:
-    """log_ratio clamped to [low, high] in value, with the gradient of the identity, so that nothing loses its pull."""
+    """log_ratio clamped to [low, high] in value, with the gradient of the identity: no pull is lost (E1's numerics)."""
     return log_ratio + (log_ratio.clamp(low, high) - log_ratio).detach()

@@ -22,7 +22,7 @@ from dph.checkpoint import MADE_FROM, as_the_writer_reads, write_text
 from dph.config import Config
 from dph.divergences import EXP_LIMIT
 from dph.errors import UserError, read_json
-from dph.made_from import answer_settings, changed, made_from, model_hash
+from dph.made_from import ASKED, answer_settings, changed, made_from, model_hash
 from dph.model import Decoder
 from dph.prompts import PromptSet
 from dph.rollouts import Rollout
@@ -33,7 +33,7 @@ FAILED = ("timeout", "grader_error", "data_error")  # outcomes that say nothing 
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """1 - C(n-c, k) / C(n, k), the chance that k of n answers hold a correct one, as a running product.
+    """1 - C(n-c, k) / C(n, k), the chance that k of n answers hold a correct one, as a running product (E11).
 
     Raises: ValueError if samples < k.
     """
@@ -56,7 +56,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def keep_explore(base: Mapping[int, int], new: Mapping[int, int]) -> tuple[float, float]:
-    """Shares of problems, "solved" meaning at least one correct answer, over the problems that both counts hold.
+    """E11's shares of problems, "solved" meaning at least one correct answer, over problems that both counts hold.
 
     Args:
         base, new: correct answers of each problem.
@@ -198,7 +198,8 @@ def evaluate_model(
     """A full evaluation of one model, written to RUN/evaluation/NAME.json set by set.
 
     A set that stands there already is not answered again, if it was made from the same (dph/made_from.py); if not, a
-    line says what has changed.
+    line says what has changed. One that is not among `sets` stays, if this model under these settings would answer it;
+    if not, a line says so, and it goes.
 
     Args:
         base_folder: of the initial policy, which is in memory meanwhile, for `kl_to_base`; None for that policy itself.
@@ -223,10 +224,12 @@ def evaluate_model(
     old = as_the_writer_reads(path).get("sets", {})
     model = model_hash(policy)
     report: dict[str, Any] = {"model": name, "sets": {}}
-    to_come = {data.task.name: old[data.task.name] for data in sets if data.task.name in old}
+    fingerprints = {data.task.name: made_from(policy, data, settings, model) | compared_with for data in sets}
+    to_come = {source: old[source] for source in fingerprints if source in old}
+    others = _others_to_keep(path, old, fingerprints)
     for data in sets:
         result = old.get(data.task.name, {})
-        made = made_from(policy, data, settings, model) | compared_with
+        made = fingerprints[data.task.name]
         differs = changed(result.get("fingerprint", {}), made)
         if result and differs:
             print(f"{path}: {data.task.name}: made with other {differs}; answered again")
@@ -235,9 +238,32 @@ def evaluate_model(
             result["fingerprint"] = made
             data.task.close()
         report["sets"][data.task.name] = {**result, "summary": summarise(result, config.eval.k)}
-        on_disk = {"model": name, "sets": to_come | report["sets"]}  # a stop loses no set that comes later
+        on_disk = {"model": name, "sets": to_come | report["sets"] | others}  # a stop loses no set that comes later
         write_text(path, json.dumps(on_disk) + "\n")
     return report
+
+
+def _others_to_keep(
+    path: Path, old: Mapping[str, Any], fingerprints: Mapping[str, Mapping[str, str]]
+) -> dict[str, Any]:
+    """Those of the `old` sets that are not asked for now and still hold for this model and these settings."""
+    kept: dict[str, Any] = {}
+    here = next(iter(fingerprints.values()), {})
+    for source, result in old.items():
+        if source in fingerprints:
+            continue
+        there = result.get("fingerprint", {})
+        differs = changed(_without_data(there), _without_data(here))
+        if differs:
+            print(f"{path}: {source}: made with other {differs}, and data.eval names it no more; dropped")
+        else:
+            kept[source] = result
+    return kept
+
+
+def _without_data(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """A fingerprint without what belongs to its set alone."""
+    return {key: value for key, value in fingerprint.items() if key not in ASKED}
 
 
 def keep_own_reports(config: Config, name: str, policy: Policy) -> None:

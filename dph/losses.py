@@ -194,7 +194,7 @@ def own_sample_divergence(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, 
 
 
 def denominator(lengths: Tensor, aggregation: str, length: int = 0) -> float:
-    """What `aggregate` divides by, counted once over all rows of an optimizer step.
+    """What `aggregate` divides by (E4), counted once over all rows of an optimizer step.
 
     Args:
         lengths: (B,) response tokens of every row of the step, those without gradient included.

@@ -31,6 +31,7 @@ from dph.errors import UserError, read_json
 from dph.prompts import PromptSet
 
 SHOWN = 3  # changed settings or sets that a message names
+ASKED = ("prompts", "gold answers", "databases", "grader")  # what was asked and how it was judged
 OF_THE_RUN = ("rollouts", "evaluation sets")  # what recorded rollouts do not depend on
 
 

@@ -103,6 +103,7 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, False)
         self.compiled = False
         self.base = ""  # under adapters (dph/adapter.py): the folder or hub name of the model that they change
+        self.base_sha256 = ""  # and the hash of its weights
         self.recompute = False  # see `_layer`
         self.packed_head: nn.Module | None = None  # what computes the logits of a model that dph/packing.py has packed
         # No buffer: it stays float32 when the model is cast, and real when the model is built on the meta device.

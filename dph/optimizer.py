@@ -11,6 +11,9 @@ it is cut in two again. So the weights that learn are float32 to the last bit; t
     model.dtype = "fp32"          4       0        4          8      2 to sample, 2 of autocast in the forward pass
     model.dtype = "bf16"          2       2        4          8      none
 
+Gradients are summed in float32. In shards (train.shard = "full") the sum over the processes is rounded to the weight's
+type: of a bf16 weight's gradient a process then keeps 2 bytes for each parameter of its share.
+
 Compared with rounding to nearest, at random and with a bf16 remainder: python -m benchmarks.bf16_weights
 """
 

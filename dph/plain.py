@@ -2,7 +2,9 @@
 
 One prompt at a time, one answer at a time, the whole softmax, a loop over tokens. dph/objective.py computes the same
 faster and on real models; tests/test_plain.py holds it to this file, loss and gradient. Not here: stored distributions
-(E10), the dual clip, other aggregations than the mean over tokens. The numbers E1 to E8 are those of docs/equations.md.
+(E10), dynamic sampling and the overlong penalty (E9), and what stands in the config beside the paper's method: the dual
+clip, an entropy bonus, other aggregations than the mean over tokens, advantages without the standard deviation. The
+numbers E1 to E8 are those of docs/equations.md.
 Answers are lists of token ids, the end token included: stopping is an action. T is the tokens of one answer, V the
 vocabulary.
 

@@ -47,7 +47,7 @@ class Partition:
 
 
 def presample(policy: Policy, data: PromptSet, config: Config, other: Path | None = None) -> Partition:
-    """Makes RUN/presample, or reads it where it is already there and fits.
+    """Makes the partition of E7 in RUN/presample, or reads it where it is already there and fits.
 
     Args:
         other: a run whose partition is taken over, where it has one.
@@ -87,9 +87,10 @@ def _make_partition(policy: Policy, data: PromptSet, config: Config, folder: Pat
     rehearsal: list[Rollout] = []
     for prompt in d_pef:
         correct = work.row(stage, prompt)["answers"]
-        for tokens in correct[:count]:
+        for number, tokens in enumerate(correct[:count]):
             unknown = [0.0] * len(tokens)  # log-probabilities, until they are scored below
-            rehearsal.append(Rollout(prompt.index, 0, prompt.tokens, tokens, unknown, finished=True, reward=1.0))
+            finished = tokens[-1] in policy.tokenizer.end_ids  # a right answer may have been cut all the same
+            rehearsal.append(Rollout(prompt.index, number, prompt.tokens, tokens, unknown, finished, reward=1.0))
     _score(policy, rehearsal, config)
     _write(folder, work, data.prompts, {prompt.index for prompt in d_pef}, rehearsal)
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from dph.merge import main as merge_command
 from dph.merge import merge
 from dph.metrics import Meter
 from dph.model import Decoder
-from dph.model_folder import load_model
+from dph.model_folder import load_model, save_model
 from dph.prompts import PromptSet
 from dph.rollouts import Rollout, collate
 from dph.scoring import token_logprobs
@@ -332,6 +333,8 @@ CONFIG_HARM = {
     "r": (0, "r is 0; it must be a positive int"),
     "lora_alpha": ("x", "lora_alpha is 'x'; it must be a positive number"),
     "base_model_name_or_path": ("/no/such/base", r"base_model_name_or_path = '/no/such/base': no such folder"),
+    "target_modules": (None, "target_modules is None; it should name the layers"),
+    "exclude_modules": ("(", "target_modules, exclude_modules or layers_to_transform cannot be read"),
 }
 
 
@@ -362,6 +365,10 @@ WEIGHT_HARM = {
     "of another shape": ({A: torch.zeros(4, 31)}, r"is \[4, 31\], not \[4, 32\]"),
     "NaN": ({A: torch.full((4, 32), float("nan"))}, "holds NaN"),
     "B without A": ({A: None}, "has no counterpart"),
+    "of too few layers": (
+        {A: None, A.replace("lora_A", "lora_B"): None},
+        r"lacks model\.layers\.0\.self_attn\.q_proj, which adapter_config\.json names",
+    ),
 }
 
 
@@ -374,6 +381,61 @@ def test_wrong_weights_of_an_adapter_are_named(tmp_path: Path, what: str) -> Non
     save_file({name: weight for name, weight in changed.items() if weight is not None}, path)
     with pytest.raises(UserError, match=line):
         load_merged(folder)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": ["model.layers.1.mlp.up_proj"]},
+        {"target_modules": r".*\.1\..*_proj"},
+        {"target_modules": "all-linear", "exclude_modules": ["o_proj", "gate_proj"]},
+        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": 0},
+    ],
+)
+def test_the_layers_that_peft_adapts_are_those_that_are_looked_for(tmp_path: Path, named: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    tiny_folder(tmp_path / "model")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    theirs = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **named))
+    theirs.save_pretrained(tmp_path / "adapter")
+    assert not same_weights(load_merged(tmp_path / "adapter"), load_model(tmp_path / "model"))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(file)
+    layer = next(iter(weights)).partition(".lora_")[0]
+    save_file({name: weight for name, weight in weights.items() if not name.startswith(f"{layer}.")}, file)
+    with pytest.raises(UserError, match=r"lacks model\.layers|holds no weights"):
+        load_merged(tmp_path / "adapter")
+
+
+def test_a_layer_that_the_config_does_not_name_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "target_modules": ["q_proj"]}))
+    with pytest.raises(UserError, match=r"holds model\.layers\.0\..*, which adapter_config\.json does not name"):
+        load_merged(folder)
+
+
+def test_a_base_that_was_replaced_by_another_of_its_shape_is_refused(tmp_path: Path) -> None:
+    made = trained(tmp_path)
+    step = tmp_path / "run" / "checkpoints" / "step-2"
+    tiny_folder(tmp_path / "model", seed=1)
+    for use in (
+        lambda: merge(step, tmp_path / "out", torch.float32),
+        lambda: load_policy(str(step), made.config, torch.device("cpu"), may_be_adapter=True),
+    ):
+        with pytest.raises(UserError, match=r"was trained on other weights than those of .*; write where its own"):
+            use()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_base_is_the_same_in_whatever_type_it_is_held(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = saved(tmp_path)
+    model = load_model(tmp_path / "model", dtype)
+    save_model(model, tmp_path / "model")
+    load_merged(folder)
 
 
 def test_an_adapter_is_taken_where_it_is_evaluated_and_refused_as_the_initial_policy(tmp_path: Path) -> None:

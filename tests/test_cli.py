@@ -281,6 +281,11 @@ def test_evaluating_nothing_or_twice_the_same_is_said(call: Call, config: Path, 
     assert "the same model is named twice" in call("evaluate", config, model, model)[2]
 
 
+def test_help_of_evaluate_begins_with_the_models_that_it_takes(call: Call) -> None:
+    _, out, _ = call("evaluate", "--help")
+    assert out.splitlines()[0].endswith("[CONFIG] [MODEL ...] [options] [--section.key=value ...]")
+
+
 def test_help_shows_every_key_with_its_default(call: Call) -> None:
     code, out, _ = call("train", "--help")
     assert code == 0

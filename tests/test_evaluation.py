@@ -4,6 +4,7 @@ import json
 import math
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,43 @@ def test_the_distance_from_the_base_is_the_kl_divergence(tmp_path: Path) -> None
     assert exact > 0.05
     assert kl_to_base(policy, base, rollouts, config)[0] == pytest.approx(exact, rel=0.1)
     assert kl_to_base(policy, policy, rollouts, config)[0] == 0
+
+
+def report_of(policy: Policy, folder: Path, names: list[str], *more: str) -> dict[str, Any]:
+    """What an evaluation on sets of these names leaves on the disk."""
+    small = [f"--run.folder={folder}", "--eval.samples=2", "--eval.k=[1]", "--sampling.max_new_tokens=4"]
+    config = load_config(None, [*small, *more])
+    sets = [tokenize(WordTask(3), policy.tokenizer, config) for _ in names]
+    for data, name in zip(sets, names, strict=True):
+        data.task.name = name
+    evaluate_model(policy, sets, config, "x")
+    found: dict[str, Any] = json.loads((folder / "run/evaluation/x.json").read_text())["sets"]
+    return found
+
+
+def test_sets_that_are_not_asked_for_again_stay_in_the_report(tmp_path: Path) -> None:
+    path = tiny_folder(tmp_path / "model")
+    policy = Policy(load_model(path), load_tokenizer(path), path)
+    whole = report_of(policy, tmp_path, ["a", "b"])
+    assert report_of(policy, tmp_path, ["b"]) == whole
+    assert list(report_of(policy, tmp_path, ["c"])) == ["c", "b", "a"], "what is asked for comes first"
+
+
+@pytest.mark.parametrize("what", ["model", "settings"])
+def test_a_set_that_no_longer_holds_for_the_model_is_dropped_aloud(
+    tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_folder(tmp_path / "model")
+    policy = Policy(load_model(path), load_tokenizer(path), path)
+    report_of(policy, tmp_path, ["a", "b"])
+    capsys.readouterr()
+    more = ["--eval.temperature=0.5"] if what == "settings" else []
+    if what == "model":
+        policy = Policy(load_model(tiny_folder(tmp_path / "other", seed=1)), policy.tokenizer, path)
+    assert list(report_of(policy, tmp_path, ["a"], *more)) == ["a"]
+    said = capsys.readouterr().out
+    assert f"x.json: b: made with other {what}" in said
+    assert "data.eval names it no more; dropped" in said
 
 
 def test_an_evaluation_from_a_folder_to_table_json_and_picture(tmp_path: Path) -> None:

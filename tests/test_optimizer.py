@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from dph import distributed
 from dph.answering import acting, autocast
 from dph.config import OptimConfig
 from dph.optimizer import SplitAdamW, join, make_adamw, split
@@ -128,6 +129,21 @@ def test_sharded_weights_take_the_same_steps(one_process: dist.DeviceMesh) -> No
 # ---- the gradient ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("sharded", "kept"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_a_gradient_takes_four_bytes_and_of_a_shard_two(
+    one_process: dist.DeviceMesh, sharded: bool, kept: torch.dtype
+) -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    if sharded:
+        distributed.shard(model, model.model.layers)
+    make_adamw(model.parameters(), SETTINGS)
+    batch = collate([rollout([1, 2, 3], [4, 5, 6])], "cpu")
+    with distributed.whole_weights(model):
+        token_logprobs(model, batch, 1.0).logprobs.sum().backward()
+        distributed.sum_gradients(model, lambda: 0 * token_logprobs(model, batch, 1.0).logprobs.sum())
+    assert {weight.grad.dtype for weight in model.parameters() if weight.grad is not None} == {kept}
+
+
 def test_micro_batches_are_summed_in_float32() -> None:
     """In bf16 a sum of 1 takes no addition of 1/1,024."""
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
@@ -164,11 +180,13 @@ def test_a_bf16_policy_samples_and_scores_as_it_is(tmp_path: Path, monkeypatch: 
         assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_run_in_bf16_goes_on_to_the_bit(tmp_path: Path) -> None:
-    unbroken = trainer(tmp_path / "a", *JS, *BF16, "--train.steps=4")
+@pytest.mark.parametrize("save_dtype", ["fp32", "bf16"])
+def test_a_run_in_bf16_goes_on_to_the_bit(tmp_path: Path, save_dtype: str) -> None:
+    how = (*JS, *BF16, f"--train.save_dtype={save_dtype}")
+    unbroken = trainer(tmp_path / "a", *how, "--train.steps=4")
     unbroken.run()
-    trainer(tmp_path / "b", *JS, *BF16, "--train.steps=2").run()
-    resumed = trainer(tmp_path / "b", *JS, *BF16, "--train.steps=4")
+    trainer(tmp_path / "b", *how, "--train.steps=2").run()
+    resumed = trainer(tmp_path / "b", *how, "--train.steps=4")
     resumed.run()
     assert isinstance(resumed.optimizer.adamw, SplitAdamW)
     assert torch.equal(weights(unbroken), weights(resumed))
@@ -176,9 +194,11 @@ def test_a_run_in_bf16_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert all(torch.equal(mine, other) for mine, other in zip(moments(unbroken), moments(resumed), strict=True))
 
 
-def test_its_checkpoint_holds_bf16_weights_and_their_other_halves(tmp_path: Path) -> None:
-    trainer(tmp_path, *BF16, "--train.steps=1").run()
+@pytest.mark.parametrize("save_dtype", ["fp32", "bf16"])
+def test_its_checkpoint_holds_bf16_weights_once_and_their_other_halves(tmp_path: Path, save_dtype: str) -> None:
+    trainer(tmp_path, *BF16, "--train.steps=1", f"--train.save_dtype={save_dtype}").run()
     folder = tmp_path / "run" / "checkpoints" / "step-1"
+    assert not (folder / "master_weights.safetensors").exists(), "nothing is rounded, so nothing stands beside"
     stored, kept = load_file(folder / "model.safetensors"), load_file(folder / "trainer.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
     for name in stored:

@@ -87,6 +87,21 @@ def test_more_rehearsal_answers_keep_the_correct_ones(tmp_path: Path) -> None:
         assert 1 <= len(stored) <= 5
 
 
+def test_stored_answers_say_which_of_their_prompts_they_are_and_whether_the_length_limit_cut_them(
+    tmp_path: Path,
+) -> None:
+    often = {"eos_token_id": [2, *range(50, 60)]}  # so that some of a random model's answers end by themselves
+    (tiny_folder(tmp_path / "model") / "generation_config.json").write_text(json.dumps(often))
+    partition, config, _ = make(tmp_path, "--presample.rehearsal_responses=5")
+    ends = load_tokenizer(tmp_path / "model").end_ids
+    names = [(r.prompt, r.sample) for r in partition.rehearsal]
+    assert len(set(names)) == len(names), "a skipped update names its rows by these two"
+    for r in partition.rehearsal:
+        assert r.finished == (r.tokens[-1] in ends)
+        assert r.finished or len(r.tokens) == config.sampling.max_new_tokens
+    assert {r.finished for r in partition.rehearsal} == {True, False}
+
+
 def test_without_a_confirming_sample_the_correct_ones_of_k_are_kept(tmp_path: Path) -> None:
     partition, _, _ = make(tmp_path, "--presample.confirm=false", "--presample.rehearsal_responses=2")
     assert partition.pef == [row["prompt"] for row in rows(tmp_path) if row["correct"] >= 2]  # type: ignore[operator]

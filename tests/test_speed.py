@@ -15,12 +15,15 @@ from dph.answering import acting
 from dph.cli import load_policy
 from dph.config import load_config
 from dph.miniature_base import Recipe, build_base
+from dph.model import Decoder
 from dph.model_folder import load_model
+from dph.prompts import PromptSet
 from dph.rollouts import collate
 from dph.sampler import SamplingSettings, sample
 from dph.scoring import token_logprobs
 from dph.tasks.base import Prompt
 from tests.helpers import rollout
+from tests.test_trainer import JS, METHODS, comparable, trainer
 
 ROWS, TOKENS = 64, 32
 
@@ -78,6 +81,35 @@ def test_every_other_way_of_a_decode_step_is_measured(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "| ms a step | float32, 4 rows | bfloat16, 4 rows |"
     assert len(lines) == 3 + 13  # machine, head, rule; a line for each way
+
+
+@pytest.mark.parametrize("method", [METHODS["rkl_k3"], [*JS, "--loss.samples=both"]], ids=["rkl", "definition"])
+def test_a_compiled_run_with_adapters_is_the_one_that_is_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: list[str]
+) -> None:
+    """The layers are compiled first; then adapters come, learn, go off for pi_ref, and are merged to sample."""
+    compile_eagerly(monkeypatch)
+    torch.compiler.reset()  # what other tests have compiled does not count towards the limit
+    torch._dynamo.utils.counters.clear()
+
+    def compiled(*given: Any) -> Decoder:
+        model = load_model(*given)
+        model.compile_layers()
+        return model
+
+    for name in ("plain", "compiled"):
+        if name == "compiled":
+            monkeypatch.setattr("tests.test_trainer.load_model", compiled)
+        more = ["--model.adapter_rank=4", "--optim.lr=1e-2", "--train.eval_every=2", "--train.recompute=true"]
+        more += ["--model.compile=true"]  # keeps the copy that samples
+        made = trainer(tmp_path / name, *method, *more)
+        made.eval_sets = [PromptSet(made.collector.task, made.collector.explored)]
+        made.run()
+    stopped = torch._dynamo.utils.counters["unimplemented"]
+    assert not [why for why in stopped if "recompile limit" in why], "beyond it layers run as they are"
+    assert made.collector.actor is not None
+    assert made.collector.actor.model.compiled, "the merged copy that samples"
+    assert comparable(tmp_path / "plain") == comparable(tmp_path / "compiled")
 
 
 def test_the_profile_of_a_step_names_its_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]

@@ -85,7 +85,7 @@ class Task:
         return self.rewards([(prompt, text)])[0]
 
     def rewards(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Reward]:
-        """Grades a batch of (prompt, response), in order."""
+        """Grades a batch of (prompt, response), in order; a response is its text up to the first special token."""
         raise NotImplementedError
 
     def counted(self, rewards: list[Reward]) -> list[Reward]:
