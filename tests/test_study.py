@@ -31,6 +31,9 @@ from dph.tokenizer import load_tokenizer
 from study import run as study_run
 from study.measure import measure, write_result
 from study.plan import BASE, Run, Study, changed, load_study, make_run, pick
+from study.plots import draw
+from study.report import write_tables
+from study.results import difference, load_results
 from study.run import prepare, run_study
 from tests.helpers import SMALL_RUN
 
@@ -326,6 +329,21 @@ def test_a_text_is_scored_token_by_token_after_the_begin_token(study: Study, bas
         logprobs = model.logits(model(tokens[None]))[0, :-1].log_softmax(-1)
         of_text = logprobs.gather(1, tokens[1:, None])
         assert told == pytest.approx(of_text.mean().item(), abs=1e-4)
+
+
+def test_every_table_and_picture_comes_of_real_files(study: Study) -> None:
+    for method in (BASE, "grpo"):
+        run = make_run(study, (method, None), 0)
+        measure(study, replace(run, method=BASE))  # the base's weights under either name
+        path = study.results / f"{run.id}.json"
+        write_result(path, {**read(path), "method": method, "d_pef": None, "d_exp": None, "seconds": {"train": 1.0}})
+    results = load_results(study)
+    made = [path.name for path in [*write_tables(study.results.parent, results), *draw(study.results.parent, results)]]
+    assert made == ["tables.md", "tables_many.md", "tables_kl.md", "pass_at_k.png", "pareto.png"]
+    grpo = next(each for each in results.settings if each.method == "grpo")
+    assert difference(grpo, results.base, "test", "pass@8") == (0, 0, 0)
+    assert difference(grpo, results.base, "words", "logprob") == (0, 0, 0)
+    assert "| grpo |  | 0.0000 [0.0000, 0.0000] |" in (study.results.parent / "tables_kl.md").read_text()
 
 
 def test_a_set_may_be_measured_at_the_first_seeds_alone(study: Study) -> None:

@@ -382,7 +382,57 @@ def test_equal_kl_is_found_on_straight_lines_in_logarithms(report: Path) -> None
     )
 
 
+def test_the_scatter_shows_every_run_that_holds_kl(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_kl(report, {"grpo": 0.4, "dph_f-eta2": 0.1})
+    seen: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: seen.update({path.name: figure}))
+    draw(report, load_results(a_study(report, "grpo", "dph_f")))
+    cross = seen["forgetting.png"].axes[1]
+    assert cross.get_title() == "cross-domain, pass@16"
+    shown = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in cross.lines}
+    assert shown["grpo"] == ([0.4, 0.4], [-0.25, -0.25])
+    assert shown["dph_f"] == ([0.1, 0.1], [0.25, 0.25])
+
+
 # The committed files
+
+
+def said(words: str) -> str:
+    """The number that follows these words in docs/study.md, as it stands there."""
+    found = re.search(re.escape(words) + r" ([+−]?\d*\.\d+)", (ROOT / "docs" / "study.md").read_text(encoding="utf-8"))
+    assert found is not None, f"docs/study.md no longer says {words!r}"
+    return found[1]
+
+
+def files_of(name: str) -> list[Any]:
+    """The committed JSON files of one setting, by seed."""
+    return [json.loads(path.read_text()) for path in sorted((ROOT / "docs/study/runs").glob(f"{name}-seed*.json"))]
+
+
+def mean_at_16(name: str, role: str) -> float:
+    """pass@16 over all questions of all seeds, with nothing but the definition: 1 - C(n - c, 16) / C(n, 16)."""
+    scores = [
+        1 - math.comb(run["sets"][role]["n"] - correct, 16) / math.comb(run["sets"][role]["n"], 16)
+        for run in files_of(name)
+        for correct in run["sets"][role]["correct"]
+    ]
+    return sum(scores) / len(scores)
+
+
+def as_said(number: float) -> str:
+    return f"{number:+.3f}".replace("-", "−").replace("0.", ".", 1)
+
+
+def test_three_numbers_of_the_study_are_those_of_its_files_by_plain_means() -> None:
+    chosen = re.search(r"\| dph_js, η = (\S+) \|", (ROOT / "docs" / "study.md").read_text(encoding="utf-8"))
+    assert chosen is not None
+    js = f"dph_js-eta{chosen[1]}"
+    fall = mean_at_16("grpo", "in_domain") - mean_at_16("base", "in_domain")
+    assert said("grpo − base at 16 tries:") == as_said(fall)
+    kept = mean_at_16(js, "in_domain") - mean_at_16("base", "in_domain")
+    assert said("dph_js − base at 16 tries:") == as_said(kept)
+    abroad = mean_at_16(js, "out_of_domain") - mean_at_16("grpo", "out_of_domain")
+    assert said("dph_js − grpo on arithmetic at 16 tries:") == as_said(abroad)
 
 
 def test_the_committed_tables_are_those_of_the_committed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
