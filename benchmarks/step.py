@@ -4,7 +4,8 @@ Each method trains a few steps from the same start, in a process of its own: --p
 --tokens tokens that end where the model ends them; methods that rehearse train on as many stored answers besides. The
 reward is a coin thrown by the answer's text, so a step's cost does not hang on what the model can solve; prompts beyond
 the share --mixed are always answered rightly, so that their rows have no advantage, as is often the case for half.
-With --trl, where it is installed (pip install trl), TRL takes the same GRPO step: same prompts, limits and rewards.
+With --trl, where it is installed (pip install trl), TRL takes the same GRPO step: same prompts, limits, rewards and
+type, which for both is bf16 autocast over fp32 weights where --dtype says bf16.
 
 The limit is the time of the step's matrix products alone: those of each decode step at the rows then in work, and three
 times (forward, and backward to inputs and weights) those of the trained tokens, micro-batch by micro-batch; what
@@ -166,9 +167,9 @@ def measure_trl(wanted: argparse.Namespace) -> dict[str, float]:
         arguments = trl.GRPOConfig(
             folder, per_device_train_batch_size=8, gradient_accumulation_steps=rows // 8, max_steps=wanted.steps + 1,
             num_generations=wanted.samples, max_completion_length=wanted.tokens, beta=0.0, temperature=1.0,
-            learning_rate=1e-6, bf16=False, use_cpu=not torch.cuda.is_available(), gradient_checkpointing=False,
-            report_to="none", save_strategy="no", logging_strategy="no", shuffle_dataset=False, disable_tqdm=True,
-            model_init_kwargs={"dtype": "float32"},
+            learning_rate=1e-6, bf16=wanted.dtype == "bf16", use_cpu=not torch.cuda.is_available(),
+            gradient_checkpointing=False, report_to="none", save_strategy="no", logging_strategy="no",
+            shuffle_dataset=False, disable_tqdm=True, model_init_kwargs={"dtype": "float32"},
         )  # fmt: skip
         asked = [ASKED[i % len(ASKED)] for i in range(wanted.prompts)]
         data = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in asked])
@@ -205,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="a model folder, or miniature")
     parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--dtype", nargs="+", default=["fp32"], choices=("fp32", "bf16"), help="one table for each")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
@@ -217,10 +218,15 @@ def main() -> None:
     parser.add_argument("--trl", action="store_true", help="measure TRL, too")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     wanted = parser.parse_args()
-    found = {name: alone(measure, name, wanted) for name in dict.fromkeys(["grpo", *wanted.methods])}
-    if wanted.trl:
-        found["trl"] = alone(measure_trl, wanted)
-    show(found)
+    found = {}
+    for dtype in wanted.dtype:
+        one = argparse.Namespace(**{**vars(wanted), "dtype": dtype})
+        rows = {name: alone(measure, name, one) for name in dict.fromkeys(["grpo", *wanted.methods])}
+        if wanted.trl:
+            rows["trl"] = alone(measure_trl, one)
+        print(f"\n{dtype}")
+        show(rows)
+        found[dtype] = rows
     if wanted.out:
         wanted.out.write_text(json.dumps({**machine(), **vars(wanted), "found": found}, indent=1, default=str) + "\n")
 
