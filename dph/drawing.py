@@ -27,10 +27,10 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> 
     """
     rows, vocabulary = logits.shape
     together = max(1, CPU_PIECE // vocabulary) if logits.is_cpu else rows
-    drawn = [
-        _draw(some_logits, some_uniforms, temperature, top_p)
-        for some_logits, some_uniforms in zip(logits.split(together), uniforms.split(together), strict=True)
-    ]
+    drawn = []
+    for start in range(0, rows, together):
+        some = slice(start, start + together)
+        drawn.append(_draw(logits[some], uniforms[some], temperature, top_p))
     return torch.cat([tokens for tokens, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
 
 

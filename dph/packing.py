@@ -36,11 +36,11 @@ def can_pack(model: Decoder, dtype: torch.dtype) -> bool:
     """Whether a copy of this model in `dtype` can be packed: fp32, or bf16 where the processor has its instructions."""
     if model.head.device.type != "cpu" or model.compiled:  # a compiler cannot look into a packed matrix
         return False
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):  # type: ignore[no-untyped-call]
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return False  # another kind of processor, where this was never tried
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return dtype == torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
 def pack(model: Decoder) -> None:
