@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[64, 8])
     parser.add_argument("--columns", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--plain", action="store_true", help="also without packed matrices (dph/packing.py)")
     parser.add_argument("--cpu-seconds", action="store_true", help="this thread's clock, with one thread")
     wanted = parser.parse_args()
     if (wanted.model is None) != wanted.tiny:
@@ -152,15 +153,19 @@ def main() -> None:
     print(machine())
     print(f"| type | rows | a step, ms | {' | '.join(PARTS)} |\n|{' --- |' * (len(PARTS) + 3)}")
     for name in wanted.dtype:
-        model = (
-            make_model(4096, device).to(TYPES[name]) if wanted.tiny else load_model(wanted.model, TYPES[name], device)
-        )
-        if can_pack(model, TYPES[name]):
-            pack(model)
-        for rows in wanted.rows:
-            found = profile(model, rows, wanted.columns, wanted.repeats, clock)
-            cells = [f"{found[part] * 1e3:.1f} ({found[part] / found['step']:.0%})" for part in PARTS]
-            print(f"| {name} | {rows} | {found['step'] * 1e3:.1f} | {' | '.join(cells)} |", flush=True)
+        for packs in (False, True) if wanted.plain else (True,):
+            model = (
+                make_model(4096, device).to(TYPES[name])
+                if wanted.tiny
+                else load_model(wanted.model, TYPES[name], device)
+            )
+            if packs and can_pack(model, TYPES[name]):
+                pack(model)
+            for rows in wanted.rows:
+                found = profile(model, rows, wanted.columns, wanted.repeats, clock)
+                cells = [f"{found[part] * 1e3:.1f} ({found[part] / found['step']:.0%})" for part in PARTS]
+                matrices = name if packs else f"{name}, not packed"
+                print(f"| {matrices} | {rows} | {found['step'] * 1e3:.1f} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

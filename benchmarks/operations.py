@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from benchmarks.decode import fastest
 from benchmarks.measure import machine
-from dph.drawing import _draw, draw
 from dph.packing import PackedLinear
 
-HIDDEN, MLP, KV_HEADS, GROUP, HEAD_DIM, VOCABULARY = 576, 1536, 3, 3, 64, 49152
+HIDDEN, MLP, KV_HEADS, GROUP, HEAD_DIM = 576, 1536, 3, 3, 64
 COLUMNS = 128  # of the cache
 LAYERS, OF = 12, 30
 
@@ -84,15 +83,6 @@ def attention(rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     return {name: lambda run=run: [run(k, v) for k, v in cache] for name, run in found.items()}  # type: ignore[misc]
 
 
-def draws(rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """One token a row."""
-    logits, uniforms = torch.randn(rows, VOCABULARY, dtype=dtype), torch.rand(rows, dtype=torch.float64)
-    return {
-        "draw": lambda: draw(logits, uniforms, 1.0, 1.0),
-        "draw: all rows together": lambda: _draw(logits, uniforms, 1.0, 1.0),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=0, help="0 leaves PyTorch's own choice")
@@ -104,10 +94,9 @@ def main() -> None:
     cases = [(dtype, rows) for dtype in (torch.float32, torch.bfloat16) for rows in wanted.rows]
     milliseconds: dict[str, list[str]] = {}
     for dtype, rows in cases:
-        for made in (projections, norms, attention, draws):
-            scale = 1 if made is draws else OF / LAYERS
+        for made in (projections, norms, attention):
             for name, run in made(rows, dtype).items():
-                milliseconds.setdefault(name, []).append(f"{1e3 * scale * fastest(run, wanted.repeats):.1f}")
+                milliseconds.setdefault(name, []).append(f"{1e3 * OF / LAYERS * fastest(run, wanted.repeats):.1f}")
     print(machine())
     heads = [f"{str(dtype).removeprefix('torch.')}, {rows} rows" for dtype, rows in cases]
     print(f"| ms a step | {' | '.join(heads)} |\n|{' --- |' * (len(cases) + 1)}")

@@ -145,9 +145,9 @@ def acting(policy: Policy, dtype: str, actor: Policy | None = None) -> Policy:
     """
     model = policy.model
     held = torch.bfloat16 if dtype == "bf16" else torch.promote_types(model.head.dtype, torch.float32)
-    plain = model.head.dtype == held and not adapters(model) and not distributed.is_sharded(model)
+    can_sample = model.head.dtype == held and not adapters(model) and not distributed.is_sharded(model)
     packs = can_pack(model, held)
-    if plain and not packs:
+    if can_sample and not packs:
         return policy
     with distributed.whole_weights(model):
         if actor is None:

@@ -11,9 +11,6 @@ from torch import Tensor
 
 BLOCK = 128  # tokens summed together in the first stage of a draw
 NUCLEUS = 1024  # likeliest tokens looked at first for top_p
-# Probabilities made at once on a CPU. It holds them in its cache; and glibc gives pieces of many megabytes back to the
-# system at each step and asks for them anew, which takes several times as long as the draw itself.
-CPU_PIECE = 2**20
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
@@ -25,17 +22,6 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> 
 
     Returns: tokens (R,) int64, log-probabilities (R,) of softmax(logits / temperature).
     """
-    rows, vocabulary = logits.shape
-    together = max(1, CPU_PIECE // vocabulary) if logits.is_cpu else rows
-    drawn = []
-    for start in range(0, rows, together):
-        some = slice(start, start + together)
-        drawn.append(_draw(logits[some], uniforms[some], temperature, top_p))
-    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
-
-
-def _draw(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
-    """The same for as many rows as are looked at together."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = logits if temperature in (0, 1) else logits / temperature
     probs = torch.softmax(scaled, dim=-1)

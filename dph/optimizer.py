@@ -11,6 +11,7 @@ it is cut in two again. So the weights that learn are float32 to the last bit; t
     model.dtype = "fp32"          4       0        4          8      2 to sample, 2 of autocast in the forward pass
     model.dtype = "bf16"          2       2        4          8      none
 
+The copies are those of a GPU; a CPU samples with a packed copy in any case (dph/packing.py).
 Gradients are summed in float32. In shards (train.shard = "full") the sum over the processes is rounded to the weight's
 type: of a bf16 weight's gradient a process then keeps 2 bytes for each parameter of its share.
 

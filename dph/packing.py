@@ -1,7 +1,7 @@
 """Matrices in oneDNN's own order, for a copy of the model that only samples, on a CPU.
 
-A product by few rows takes about as long as reading its matrix. In the order that oneDNN chooses it takes half to three
-quarters of the time, in fp32 and in bf16 (docs/performance.md). The order is known to oneDNN alone, so nothing else can
+A product by few rows takes about as long as reading its matrix. In the order that oneDNN chooses it takes half to nine
+tenths of the time, in fp32 and in bf16 (docs/performance.md). The order is known to oneDNN alone, so nothing else can
 be done with such a matrix: the trained weights stay as they are, and new ones are packed anew.
 """
 

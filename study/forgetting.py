@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from study.results import Results, Setting, common_seeds, pass_score, seeds_with, values
+from study.results import Results, Setting, common_seeds, pass_score, seeds_with, step_seconds, values
 from study.statistics import (
     NOTHING,
     Array,
@@ -22,10 +22,10 @@ from study.statistics import (
     explained_by_line,
     spearman_interval,
 )
+from study.tables import Row
 
 ETA = "loss.eta"
 TRIES = 16  # k of the pass@k that counts as remembering
-Row = dict[str, str]
 
 
 # ---- KL to the base against what is forgotten ------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def find_equal(sweep: Sequence[Setting], target: float, name: str, seeds: Sequen
 def equal_kl_rows(results: Results) -> list[Row]:
     """Each swept method at the eta at which its KL in domain is the reference method's, minus the reference."""
     reference = results.method(results.study.table.equal_kl)
-    home = results.in_domain
+    home = results.study.in_domain
     if reference is None or home not in results.measured_kl:
         return []
     rows = []
@@ -202,9 +202,3 @@ def _minus(results: Results, place: Between | None, reference: Setting, seeds: S
         low, high, other = (step_seconds(each, seeds) for each in (place.low, place.high, reference))
         seconds = estimate((1 - place.share) * low + place.share * high - other)
     return row | {"s a step": seconds.signed()}
-
-
-def step_seconds(setting: Setting, seeds: Sequence[int]) -> Array:
-    """Seconds a step, (seeds, 1); NaN where a result does not say how many runs shared the machine."""
-    found = [setting.runs[seed] for seed in seeds]
-    return np.array([[sum(run["seconds"].values()) if "workers" in run else np.nan] for run in found])

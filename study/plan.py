@@ -102,6 +102,16 @@ class Study:
         return Path(self.table.runs)
 
     @property
+    def in_domain(self) -> str:
+        """The name of the set whose questions are like those of training."""
+        return next(name for name, each in self.sets.items() if each.in_domain)
+
+    @property
+    def chooser(self) -> str:
+        """The name of the set that chooses each method's value."""
+        return next(name for name, each in self.sets.items() if each.chooses)
+
+    @property
     def results(self) -> Path:
         """The folder of the JSON files, one a run."""
         return Path(self.table.report) / "runs"

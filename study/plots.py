@@ -69,7 +69,7 @@ def _panels(count: int) -> tuple[Any, list[Any]]:
 
 def _pareto(results: Results, looks: Looks) -> Any:
     """In domain: pass@1 against pass@16, each method a curve along its sweep."""
-    home = results.in_domain
+    home = results.study.in_domain
     everything: Sequence[Setting] = (results.base, *results.settings)
     figure, panel = plt.subplots(figsize=(6, 5), layout="constrained")
     across, up = [pass_score(results.base, home, k) for k in CHOICE]

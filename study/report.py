@@ -83,7 +83,7 @@ def write_tables(folder: Path, results: Results) -> list[Path]:
 def main_tables(results: Results) -> str:
     """Scores of the chosen settings, their differences, then every setting."""
     base, settings, chosen = results.base, results.settings, results.chosen
-    parts = [HEAD.format(n=samples(base, results.in_domain))]
+    parts = [HEAD.format(n=samples(base, results.study.in_domain))]
     parts += [f"Note: {note}.\n" for note in results.notes]
     parts += ["## Methods at the setting chosen on validation\n", *tables_of(results, chosen)]
     for method in results.study.table.against:
@@ -91,8 +91,7 @@ def main_tables(results: Results) -> str:
         if against is not None:
             rows = [differences(results, each, against) for each in chosen if each.method != method]
             parts.append(f"## Each method minus {method}\n\n{PAIRED}{markdown(rows)}")
-    chooser = next(name for name, each in results.study.sets.items() if each.chooses)
-    rows = [choice(each, chosen, chooser) for each in (base, *settings)]
+    rows = [choice(each, chosen, results.study.chooser) for each in (base, *settings)]
     parts += ["## Every setting\n", "### The choice\n\n" + markdown(rows), *tables_of(results, settings)]
     return "\n".join([*parts, made_with(base, settings)])
 

@@ -54,11 +54,6 @@ class Results:
     notes: list[str]
 
     @property
-    def in_domain(self) -> str:
-        """The name of the set whose questions are like those of training."""
-        return next(name for name, each in self.study.sets.items() if each.in_domain)
-
-    @property
     def domains(self) -> dict[str, SetTable]:
         """The sets of questions, without the one that chooses and those for majority votes."""
         return {
@@ -108,8 +103,7 @@ def load_results(study: Study) -> Results:
         raise UserError(f"{folder}: holds no {'base' if base is None else 'run'} to report")
     rank = {name: number for number, name in enumerate(study.methods)}
     settings = sorted(found.values(), key=lambda s: (rank.get(s.method, len(rank)), s.method, s.value or 0.0))
-    chooser = next(name for name, each in study.sets.items() if each.chooses)
-    return Results(study, base, settings, choose(settings, chooser), notes)
+    return Results(study, base, settings, choose(settings, study.chooser), notes)
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -203,6 +197,19 @@ def samples(setting: Setting, name: str) -> int:
 def pass_score(setting: Setting, name: str, k: int) -> str:
     """pass@k, or pass@n where there are only n answers."""
     return f"pass@{min(k, samples(setting, name))}"
+
+
+def step_seconds(setting: Setting, seeds: Iterable[int], phase: str = "") -> Array:
+    """Seconds of a step, or of one phase of it, (seeds, 1).
+
+    NaN where it is not known that as many runs shared the machine at every seed: such seconds do not compare.
+    """
+    runs = [setting.runs[seed] for seed in sorted(seeds)]
+    side_by_side = {run.get("workers") for run in runs}
+    if len(side_by_side) > 1 or None in side_by_side:
+        return np.full((len(runs), 1), np.nan)
+    found = [run["seconds"] for run in runs]
+    return np.array([[each.get(phase, 0.0) if phase else sum(each.values())] for each in found])
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

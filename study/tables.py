@@ -14,6 +14,7 @@ from study.results import (
     keep_explore,
     samples,
     seeds_with,
+    step_seconds,
     validation_score,
     values,
 )
@@ -60,20 +61,16 @@ def text_row(results: Results, setting: Setting) -> Row:
 
 
 def costs(setting: Setting) -> Row:
-    """|D_pef|, |D_exp|, seconds a step by phase, peak memory. No seconds where runs shared the machine unequally."""
+    """|D_pef|, |D_exp|, seconds a step by phase, peak memory; no seconds where they do not compare."""
     row = row_of(setting)
     runs = list(setting.runs.values())
     for name, column in (("d_pef", "D_pef"), ("d_exp", "D_exp")):
         sizes = [run[name] for run in runs]
         row[column] = "–" if None in sizes else f"{np.mean(sizes):.0f}"
-    side_by_side = {run.get("workers") for run in runs}
-    comparable = len(side_by_side) == 1 and None not in side_by_side
-    for phase in PHASES:
-        seconds = np.mean([run["seconds"].get(phase, 0.0) for run in runs])
-        row[f"{phase} s"] = f"{seconds:.2f}" if comparable else "–"
-    step = np.mean([sum(run["seconds"].values()) for run in runs])
-    row["step s"] = f"{step:.2f}" if comparable else "–"
-    row["runs at a time"] = f"{side_by_side.pop()}" if comparable else "–"
+    for phase in (*PHASES, ""):
+        seconds = step_seconds(setting, setting.runs, phase).mean()
+        row[f"{phase or 'step'} s"] = "–" if np.isnan(seconds) else f"{seconds:.2f}"
+    row["runs at a time"] = "–" if np.isnan(seconds) else f"{runs[0]['workers']}"
     row["MB"] = f"{np.mean([run['peak_bytes'] / 1e6 for run in runs]):.0f}"
     return row
 

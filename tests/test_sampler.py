@@ -179,18 +179,6 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
     assert torch.equal(inverse_cdf(weights, uniforms), flat)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9), (0.0, 1.0)])
-def test_a_draw_does_not_hang_on_how_many_rows_are_looked_at_together(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, top_p: float
-) -> None:
-    logits, uniforms = torch.randn(7, 300) * 3, torch.rand(7, dtype=torch.float64)
-    tokens, logprobs = draw(logits, uniforms, temperature, top_p)
-    monkeypatch.setattr("dph.drawing.CPU_PIECE", 700)  # two rows
-    there_tokens, there_logprobs = draw(logits, uniforms, temperature, top_p)
-    assert torch.equal(tokens, there_tokens)
-    torch.testing.assert_close(logprobs, there_logprobs, rtol=1e-6, atol=1e-6)
-
-
 def test_a_prompt_is_prefilled_once_for_all_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prefilled = tiny_model(), []
     forward = Decoder.forward

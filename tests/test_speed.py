@@ -74,13 +74,12 @@ def test_every_other_way_of_a_decode_step_is_measured(
 ) -> None:  # type: ignore[type-arg]
     compile_eagerly(monkeypatch)
     monkeypatch.setattr(operations, "LAYERS", 1)
-    monkeypatch.setattr(operations, "VOCABULARY", 256)
     monkeypatch.setattr("sys.argv", ["operations", "--rows", "4", "--repeats", "1"])
     with torch.inference_mode():
         operations.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "| ms a step | float32, 4 rows | bfloat16, 4 rows |"
-    assert len(lines) == 3 + 13  # machine, head, rule; a line for each way
+    assert len(lines) == 3 + 11  # machine, head, rule; a line for each way
 
 
 @pytest.mark.parametrize("method", [METHODS["rkl_k3"], [*JS, "--loss.samples=both"]], ids=["rkl", "definition"])
@@ -113,11 +112,11 @@ def test_a_compiled_run_with_adapters_is_the_one_that_is_not_compiled(
 
 
 def test_the_profile_of_a_step_names_its_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
-    options = ["--tiny", "--rows", "16", "--columns", "8", "--repeats", "2"]
+    options = ["--tiny", "--plain", "--rows", "16", "--columns", "8", "--repeats", "2"]
     monkeypatch.setattr("sys.argv", ["decode", *options])
     decode.main()
     table = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert len(table) == 1 + 1 + 2, "a head, a rule, and a line for each type"
+    assert len(table) == 1 + 1 + 4, "a head, a rule, and two lines for each type, without packing and with"
     assert {len(line) for line in table} == {len(decode.PARTS) + 3}
     for line in table[2:]:
         step, parts = float(line[2]), [float(cell.split()[0]) for cell in line[3:]]
