@@ -26,10 +26,10 @@ from dph.made_from import answer_settings, changed, made_from, model_hash
 from dph.model import Decoder
 from dph.prompts import PromptSet
 from dph.rollouts import Rollout
+from dph.tasks.base import FAILED
 from dph.tokenizer import load_tokenizer
 
 RESAMPLES = 1000
-FAILED = ("timeout", "grader_error", "data_error")  # outcomes that say nothing about the answer
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

@@ -2,8 +2,9 @@
 
 It trains as train.py does, answers every set of the study with the newest checkpoint, greedily and n times, and writes
 one JSON file: of each question how many answers are right, whether the greedy one is, and how many are in each style;
-also sizes of the partition, seconds a step and peak memory. The base is measured alone. RUN/usage.json says, once the
-training is done, what it took.
+where the set asks for it also KL to the base and what the answers vote for; of each text how likely it is. Also sizes
+of the partition, seconds a step, how many runs shared the machine, and peak memory. The base is measured alone.
+RUN/usage.json says, once the training is done, what it took.
 
 Simplified: the seconds of an interrupted training are those since its last start.
 """
@@ -16,24 +17,32 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dph.answering import Policy
+from dph.answering import Answer, Policy, autocast, score_rollouts
 from dph.checkpoint import newest_checkpoint, read_log, write_text
 from dph.cli import load_policy, open_task, set_up, to_the_end
 from dph.config import Config
 from dph.errors import read_json
-from dph.evaluation import evaluate
+from dph.evaluation import evaluate, kl_to_base
+from dph.model import Decoder
 from dph.prompts import tokenize
+from dph.rollouts import Rollout
+from dph.tasks import Task
+from dph.tasks.base import Prompt, read_rows
 from dph.tasks.miniature import style_of
 from study.plan import BASE, Run, SetTable, Study, load_study, make_run
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 STYLES = 3  # of each family of the miniature
+KL_ANSWERS = 8  # of each question's answers, on which KL to the base is measured
+TEXT_TOKENS = 256  # of each text
 
 
 def train(run: Run) -> None:
@@ -54,6 +63,7 @@ def measure(study: Study, run: Run) -> None:
     config = run.config
     device = set_up(config)
     policy = load_policy(config.model.path, config, device)
+    base = policy.model
     found: dict[str, Any] = {"method": run.method, "sweep": run.sweep, "value": run.value, "seed": run.seed}
     found["base"] = policy.weights_hash()
     found["commit"] = _commit()
@@ -66,7 +76,9 @@ def measure(study: Study, run: Run) -> None:
         policy = load_policy(str(newest), config, device, may_be_adapter=True)
         found |= _of_training(config.run_folder)
         usage = read_json(config.run_folder / "usage.json")
-    found["sets"] = {role: _answers(policy, each, config) for role, each in study.sets.items()}
+    wanted = {name: each for name, each in study.sets.items() if each.at(run.seed)}
+    found["sets"] = {name: _set(policy, base, each, config) for name, each in wanted.items()}
+    found["workers"] = study.table.workers
     found["peak_bytes"] = usage["peak_bytes"]
     found["wall_seconds"] = round(usage["seconds"] + time.monotonic() - began, 1)
     found["settings"] = run.settings
@@ -101,27 +113,74 @@ def _of_training(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _answers(policy: Policy, wanted: SetTable, config: Config) -> dict[str, Any]:
-    """One set's {"source", "n", "correct", "greedy", "styles"}: a number, or a count of each style, a question."""
+def _set(policy: Policy, base: Decoder, wanted: SetTable, config: Config) -> dict[str, Any]:
+    """What is measured on one set."""
+    return _text(policy, wanted, config) if wanted.text else _answers(policy, base, wanted, config)
+
+
+def _answers(policy: Policy, base: Decoder, wanted: SetTable, config: Config) -> dict[str, Any]:
+    """One set's {"source", "n", "correct", "greedy", "styles"}: a number, or a count of each style, a question.
+
+    Also "kl", nats a token, a question, and "votes": [answers that gave it, is it right] of each vote, a question.
+    """
     task = open_task(wanted.source, config)
     data = tokenize(task, policy.tokenizer, config)
     result, answers = evaluate(policy, data, config, wanted.samples, greedy=True)
-    task.close()
-    prompts = {prompt.index: prompt for prompt in data.prompts}
-    styles = {index: [0] * STYLES for index in prompts}
+    of_prompt: dict[int, list[Answer]] = {prompt.index: [] for prompt in data.prompts}
     for got in answers:
-        prompt = prompts[got.rollout.prompt]
+        of_prompt[got.rollout.prompt].append(got)
+    problems = result["problems"]
+    found: dict[str, Any] = {"source": wanted.source, "n": wanted.samples}
+    found["correct"] = [problem["correct"] for problem in problems]
+    found["greedy"] = [int(problem["greedy"]) for problem in problems]
+    found["styles"] = [count_styles(prompt, of_prompt[prompt.index]) for prompt in data.prompts]
+    if wanted.kl:
+        rollouts = [got.rollout for got in answers if got.rollout.sample < KL_ANSWERS]
+        distances = kl_to_base(policy.model, base, rollouts, config)
+        found["kl"] = [round(distances[prompt.index], 6) for prompt in data.prompts]
+    if wanted.votes:
+        found["votes"] = [count_votes(task, prompt, of_prompt[prompt.index]) for prompt in data.prompts]
+    task.close()
+    return found
+
+
+def count_styles(prompt: Prompt, answers: Sequence[Answer]) -> list[int]:
+    """How many answers are in each style of the prompt's family; only the miniature has styles."""
+    counts = [0] * STYLES
+    for got in answers:
         style = style_of(prompt, got.text) if "family" in prompt.meta else None
         if style is not None:
-            styles[prompt.index][style] += 1
-    problems = result["problems"]
-    return {
-        "source": wanted.source,
-        "n": wanted.samples,
-        "correct": [problem["correct"] for problem in problems],
-        "greedy": [int(problem["greedy"]) for problem in problems],
-        "styles": [styles[problem["prompt"]] for problem in problems],
-    }
+            counts[style] += 1
+    return counts
+
+
+def count_votes(task: Task, prompt: Prompt, answers: Sequence[Answer]) -> list[tuple[int, int]]:
+    """(answers that gave it, is it right) of each different vote, the commonest first."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for got in answers:
+        vote = task.vote(prompt, got.text, got.reward)
+        if vote is not None:
+            counts[vote, int(got.reward.value == 1)] += 1
+    return [(count, right) for (_, right), count in counts.most_common()]
+
+
+def _text(policy: Policy, wanted: SetTable, config: Config) -> dict[str, Any]:
+    """One set's {"text", "logprob"}: the mean log-probability of its tokens, of each row, at temperature 1.
+
+    A text is read without a chat around it, after the begin token; where the tokenizer has none its first token is not
+    scored. Of a long text the first TEXT_TOKENS tokens count.
+    """
+    rollouts: list[Rollout] = []
+    for row in islice(read_rows(Path(wanted.text)), wanted.rows):
+        tokenizer = policy.tokenizer
+        tokens = [*tokenizer.begin, *tokenizer.encode(row.text(wanted.field))][: TEXT_TOKENS + 1]
+        if len(tokens) < 2:
+            raise row.error(f"{wanted.field} has {len(tokens)} tokens; it should have at least 2")
+        rollouts.append(Rollout(len(rollouts), 0, tokens[:1], tokens[1:], [0.0] * (len(tokens) - 1), True))
+    with autocast(policy.model, config.run.dtype):
+        scored = score_rollouts(policy.model, rollouts, 1.0, config.train.microbatch_tokens)
+    means = [statistics.mean(each.logprobs) for each in scored]
+    return {"text": wanted.text, "logprob": [round(mean, 5) for mean in means]}
 
 
 def main(file: str, method: str, value: str, seed: str) -> None:

@@ -11,7 +11,7 @@ Simplified: one key is swept, the others stand still; seeds are 0, 1, 2, ...
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from dph.errors import UserError
 from dph.tasks.base import parse_source
 
 BASE = "base"  # the name under which the initial policy is measured
-ROLES = ("in_domain", "cross_domain", "out_of_domain", "validation")  # of the evaluation sets
 SECTIONS = ("study", "methods", "sets")
 # Keys that change where and how often a run writes, never what it computes.
 FREE = re.compile(r"run\.(name|folder|device|tensorboard)|train\.(save_every|keep_\w+)|eval\.(final|samples)")
@@ -42,6 +41,8 @@ class StudyTable:
     runs: str = key("runs/study", "folder of the runs, their logs and the bases")
     report: str = key("docs/study", "folder of the tables and pictures; runs/ in it holds one JSON file a run")
     shared: tuple[str, ...] = key((), "overrides of every config, as section.key=value")
+    against: tuple[str, ...] = key((BASE,), "methods from which the tables subtract the others")
+    equal_kl: str = key("", "the method at whose KL to the base the others are compared; none: no such table")
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,30 @@ class MethodTable:
 
 @dataclass(frozen=True)
 class SetTable:
-    """[sets.ROLE] one evaluation set."""
+    """[sets.NAME] what every run is measured on: questions to answer (`source`), or texts to read (`text`)."""
 
-    source: str = key("", "a source, as in data.eval")
+    source: str = key("", "questions: a source, as in data.eval")
     samples: int = key(64, "answers to each question, beside a greedy one", low=1)
+    text: str = key("", "in place of questions, a JSON Lines file of texts: how likely are they?")
+    field: str = key("text", "the field of a row that holds the text")
+    rows: int = key(200, "how many rows of the file are read", low=1)
+    title: str = key("", "its name in tables and pictures; default: NAME")
+    in_domain: bool = key(False, "whether it is the one set whose questions are like those of training")
+    chooses: bool = key(False, "whether it is the one set that chooses each method's value, and shows in no table")
+    kl: bool = key(False, "whether KL to the base is measured on the policy's own answers")
+    votes: bool = key(False, "whether answers are grouped by what they say, for majority votes")
+    seeds: int = key(0, "measured at seeds 0 ... SEEDS-1 alone; 0: at every seed", low=0)
+
+    @property
+    def measured(self) -> str:
+        """All that decides what is measured, in words; a result that was measured otherwise is stale."""
+        if self.text:
+            return f"{self.text}, {self.field}, {self.rows} rows"
+        return f"{self.source}, {self.samples} samples" + ", kl" * self.kl + ", votes" * self.votes
+
+    def at(self, seed: int) -> bool:
+        """Whether it is measured at a seed."""
+        return self.seeds == 0 or seed < self.seeds
 
 
 Setting = tuple[str, float | None]  # a method's name and the value of its swept key, None where it has none
@@ -109,6 +130,9 @@ def load_study(path: Path) -> Study:
                 raise UserError(f"unknown section [{name}]{nearest(name, SECTIONS)}")
         table: StudyTable = checked_section(StudyTable, "study", tables.get("study", {}))
         methods = {name: _method(name, values) for name, values in tables.get("methods", {}).items()}
+        for named in (*table.against, table.equal_kl):
+            if named not in ("", BASE, *methods):
+                raise UserError(f"[study] names {named!r}, which is no method{nearest(named, methods)}")
         return Study(path, table, methods, _sets(tables.get("sets", {})))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -126,12 +150,25 @@ def _method(name: str, values: Any) -> MethodTable:
 
 
 def _sets(tables: Mapping[str, Any]) -> dict[str, SetTable]:
-    for role in tables:
-        if role not in ROLES:
-            raise UserError(f"unknown key sets.{role}{nearest(role, ROLES)}")
-    sets: dict[str, SetTable] = {role: _checked(SetTable, f"sets.{role}", tables.get(role)) for role in ROLES}
-    for each in sets.values():
-        parse_source(each.source)
+    sets: dict[str, SetTable] = {}
+    for name, values in tables.items():
+        each: SetTable = _checked(SetTable, f"sets.{name}", values)
+        if not re.fullmatch(r"\w+", name):
+            raise UserError(f"sets.{name}: a set's name should be letters, digits and _")
+        if bool(each.source) == bool(each.text):
+            raise UserError(f"sets.{name}: source = {each.source!r} or text = {each.text!r} should be given, not both")
+        if each.source:
+            parse_source(each.source)
+        for mark in ("in_domain", "chooses", "kl", "votes"):
+            if each.text and getattr(each, mark):
+                raise UserError(f"sets.{name}.{mark} = true should be false: a text has no answers")
+        if each.seeds and (each.in_domain or each.chooses):
+            raise UserError(f"sets.{name}.seeds = {each.seeds} should be 0: this set is needed at every seed")
+        sets[name] = replace(each, title=each.title or name)
+    for mark in ("in_domain", "chooses"):
+        marked = [name for name, each in sets.items() if getattr(each, mark)]
+        if len(marked) != 1:
+            raise UserError(f"sets: {mark} = true should stand at one set; it stands at {', '.join(marked) or 'none'}")
     return sets
 
 
@@ -174,8 +211,9 @@ def make_run(study: Study, setting: Setting, seed: int) -> Run:
     except UserError as error:
         raise UserError(f"{study.file}, {name}: {error}") from None
     settings = flat(config)
-    for role, each in study.sets.items():
-        settings[f"sets.{role}"] = f"{each.source}, {each.samples} samples"
+    for set_name, each in study.sets.items():
+        if each.at(seed):
+            settings[f"sets.{set_name}"] = each.measured
     if name == BASE:
         settings = {k: v for k, v in settings.items() if OF_THE_BASE.match(k)}
     settings = {k: v for k, v in settings.items() if not FREE.fullmatch(k)}

@@ -1,6 +1,7 @@
 """The study's pictures, from the same JSON files as its tables (report.py), each method in one colour throughout.
 
-pass_at_k.png shows each method at the setting chosen on validation; pareto.png shows every setting.
+pass_at_k.png shows each method at the setting chosen on validation; pareto.png shows every setting; forgetting.png
+shows every run, what it changed against its KL to the base.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,11 @@ import matplotlib
 matplotlib.use("Agg")  # files only; no screen is needed
 import matplotlib.pyplot as plt
 
+from study.forgetting import points, remembered
 from study.plan import BASE
-from study.report import CHOICE, DOMAINS, KS, Results, Setting, estimate, samples, values
+from study.results import CHOICE, Results, Setting, pass_score, samples, seeds_with, values
+from study.statistics import estimate
+from study.tables import KS
 
 COLOURS = [*plt.get_cmap("tab10").colors, *plt.get_cmap("Dark2").colors]  # type: ignore[attr-defined]
 MARKERS = "osD^vP*X<>"
@@ -25,28 +29,30 @@ def draw(folder: Path, results: Results) -> list[Path]:
     looks: Looks = {BASE: {"color": "black", "marker": "."}}
     for i, method in enumerate(dict.fromkeys(setting.method for setting in results.settings)):
         looks[method] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-    base, chosen = results.base, results.chosen
-    figures = {
-        "pass_at_k.png": _pass_at_k(base, chosen, looks),
-        "pareto.png": _pareto(base, results.settings, looks),
-    }
+    figures = {"pass_at_k.png": _pass_at_k(results, looks), "pareto.png": _pareto(results, looks)}
+    scatter = _forgetting(results, looks)
+    if scatter is not None:
+        figures["forgetting.png"] = scatter
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=110)
         plt.close(figure)
     return [folder / name for name in figures]
 
 
-def _pass_at_k(base: Setting, chosen: Sequence[Setting], looks: Looks) -> Any:
-    """pass@k against k with 95 % intervals."""
-    figure, panels = plt.subplots(1, len(DOMAINS), figsize=(4.4 * len(DOMAINS), 4), layout="constrained")
-    for panel, (role, name) in zip(panels, DOMAINS.items(), strict=True):
-        ks = [k for k in sorted({*KS, 2}) if k <= samples(base, role)]
-        for setting in (base, *chosen):
-            found = [estimate(values(setting, role, f"pass@{k}")) for k in ks]
+def _pass_at_k(results: Results, looks: Looks) -> Any:
+    """pass@k against k with 95 % intervals, a panel for each domain."""
+    domains = results.domains
+    figure, panels = _panels(len(domains))
+    for panel, (name, each) in zip(panels, domains.items(), strict=True):
+        ks = [k for k in sorted({*KS, 2}) if k <= samples(results.base, name)]
+        for setting in (results.base, *results.chosen):
+            if not seeds_with(setting, name):
+                continue
+            found = [estimate(values(setting, name, f"pass@{k}")) for k in ks]
             look = looks[setting.method]
             panel.plot(ks, [e.mean for e in found], label=setting.label, markersize=4, **look)
             panel.fill_between(ks, [e.low for e in found], [e.high for e in found], color=look["color"], alpha=0.1)
-        panel.set(title=name, xscale="log", xlabel="k", ylabel="pass@k")
+        panel.set(title=each.title, xscale="log", xlabel="k", ylabel="pass@k")
         panel.set_ylim(top=1.02)
         panel.set_xticks(ks, map(str, ks))
         panel.minorticks_off()
@@ -55,14 +61,22 @@ def _pass_at_k(base: Setting, chosen: Sequence[Setting], looks: Looks) -> Any:
     return figure
 
 
-def _pareto(base: Setting, settings: Sequence[Setting], looks: Looks) -> Any:
+def _panels(count: int) -> tuple[Any, list[Any]]:
+    """A figure with panels side by side."""
+    figure, panels = plt.subplots(1, count, figsize=(4.4 * count, 4), layout="constrained", squeeze=False)
+    return figure, list(panels[0])
+
+
+def _pareto(results: Results, looks: Looks) -> Any:
     """In domain: pass@1 against pass@16, each method a curve along its sweep."""
+    home = results.in_domain
+    everything: Sequence[Setting] = (results.base, *results.settings)
     figure, panel = plt.subplots(figsize=(6, 5), layout="constrained")
-    across, up = [f"pass@{min(k, samples(base, 'in_domain'))}" for k in CHOICE]
-    for method in dict.fromkeys(setting.method for setting in (base, *settings)):
-        mine = [setting for setting in (base, *settings) if setting.method == method]
-        xs = [values(setting, "in_domain", across).mean() for setting in mine]
-        ys = [values(setting, "in_domain", up).mean() for setting in mine]
+    across, up = [pass_score(results.base, home, k) for k in CHOICE]
+    for method in dict.fromkeys(setting.method for setting in everything):
+        mine = [setting for setting in everything if setting.method == method]
+        xs = [values(setting, home, across).mean() for setting in mine]
+        ys = [values(setting, home, up).mean() for setting in mine]
         panel.plot(xs, ys, label=method, markersize=5, linewidth=1, **looks[method])
         for setting, x, y in zip(mine, xs, ys, strict=True):
             if setting.value is not None:
@@ -70,4 +84,25 @@ def _pareto(base: Setting, settings: Sequence[Setting], looks: Looks) -> Any:
     panel.set(title="In domain; numbers are the swept key's value", xlabel=across, ylabel=up)
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8)
+    return figure
+
+
+def _forgetting(results: Results, looks: Looks) -> Any:
+    """Every run: what changed against KL to the base on the first set that measures it; None where no run holds KL."""
+    kl_set = next(iter(results.measured_kl), None)
+    if kl_set is None:
+        return None
+    found = {title: points(results, kl_set, *measure) for title, measure in remembered(results).items()}
+    if not any(len(each.kl) for each in found.values()):
+        return None
+    figure, panels = _panels(len(found))
+    for panel, (title, each) in zip(panels, found.items(), strict=True):
+        for method in dict.fromkeys(each.methods):
+            mine = [i for i, name in enumerate(each.methods) if name == method]
+            panel.plot(each.kl[mine], each.change[mine], linestyle="", label=method, markersize=5, **looks[method])
+        panel.axhline(0, color="black", linewidth=0.8)
+        kl_title = results.study.sets[kl_set].title
+        panel.set(title=title, xscale="log", xlabel=f"KL to the base, {kl_title}, nats a token", ylabel="minus base")
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
     return figure

@@ -35,7 +35,8 @@ from dph.errors import UserError, read_json
 from dph.miniature_base import base_folder
 from study.plan import BASE, Run, Study, changed, load_study, make_run, pick
 from study.plots import draw
-from study.report import load_results, write_tables
+from study.report import write_tables
+from study.results import load_results
 
 LOOK = 1.0  # seconds between two looks at the processes
 Process = subprocess.Popen[bytes]
@@ -104,7 +105,8 @@ def prepare(run: Run) -> None:
     """Makes the run's folder, with study.json; what other settings or another base left there is deleted."""
     folder = run.config.run_folder
     old = read_json(folder / "study.json", optional=True)
-    if old and stale_parts(run, old):
+    parts = stale_parts(run, old) if old else []
+    if any(not part.startswith("sets.") for part in parts):  # other sets: measured anew, not trained anew
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     made = {"base": base_weights(run.config), "settings": run.settings}
@@ -179,8 +181,8 @@ def run_and_report(arguments: argparse.Namespace) -> None:
     elif arguments.methods is not None or arguments.seeds is not None:
         raise UserError("--report reports all runs that are there; leave out --methods and --seeds")
     folder = Path(study.table.report)
-    results = load_results(folder / "runs", list(study.methods))
-    for path in [write_tables(folder, results), *draw(folder, results)]:
+    results = load_results(study)
+    for path in [*write_tables(folder, results), *draw(folder, results)]:
         print(path)
 
 

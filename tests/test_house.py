@@ -21,7 +21,8 @@ LEVELS = [
     {"plots", "merge"},
     {"trainer", "inspect", "compare"},
 ]
-STUDY = ["plan", "report", "measure", "plots", "run"]  # each imports only those before it, and dph/
+# Each imports only those before it, and dph/.
+STUDY = ["plan", "statistics", "results", "forgetting", "tables", "report", "measure", "plots", "run"]
 SOURCES = [
     *sorted((ROOT / "dph").rglob("*.py")),
     *sorted((ROOT / "study").glob("*.py")),

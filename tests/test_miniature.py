@@ -233,6 +233,19 @@ def test_a_query_is_judged_by_the_bag_of_its_rows(home: Path) -> None:
     assert chosen.reward(prompt, gold.replace("SELECT", "SELECT DISTINCT")).value == 0.0
 
 
+def test_queries_with_equal_rows_vote_alike_and_failed_ones_not_at_all(home: Path) -> None:
+    chosen = task("test", home, count="1")
+    gold = "SELECT city FROM singer WHERE city = 'rome' OR city = 'oslo'"
+    prompt = Prompt(0, (), gold, {"family": "list", "database": "music"})
+
+    def vote(text: str) -> str | None:
+        return chosen.vote(prompt, text, chosen.reward(prompt, text))
+
+    assert vote(gold) == vote(gold + " ORDER BY city DESC") is not None
+    assert vote(gold) != vote(gold.replace("SELECT", "SELECT DISTINCT"))
+    assert vote("SELECT nonsense FROM") is vote("no query") is None
+
+
 def test_arithmetic_is_exact(home: Path) -> None:
     chosen = task("arithmetic", home, count="5")
     prompt = chosen.prompts()[0]

@@ -12,7 +12,7 @@ from dph.cli import run_command
 from dph.config import DataConfig
 from dph.errors import DataError, UserError
 from dph.model_folder import load_model
-from dph.tasks import Task, load_task
+from dph.tasks import Reward, Task, load_task
 from dph.tasks.base import read_rows
 from dph.tasks.regrade import regrade
 from dph.tokenizer import load_tokenizer
@@ -117,6 +117,16 @@ def test_rewards_are_the_files_and_are_counted(tmp_path: Path) -> None:
     task = opened(write(tmp_path, GOOD), tmp_path)
     assert [task.reward(task.items[0], text).value for text in ("yes", "no")] == [1, 0]
     assert task.outcomes == {"right": 1, "wrong": 1}
+
+
+def test_answers_vote_by_what_was_judged_and_a_file_may_say_otherwise(tmp_path: Path) -> None:
+    task = opened(write(tmp_path, GOOD), tmp_path)
+    prompt = task.items[0]
+    assert task.vote(prompt, "", Reward.of("wrong", " The \n Answer")) == "the answer"
+    assert task.vote(prompt, "", Reward.of("no_answer")) is None
+    assert task.vote(prompt, "", Reward.of("timeout", "SELECT 1")) is None
+    own = GOOD + "\n    def vote(self, prompt, text, reward):\n        return text[0]\n"
+    assert opened(write(tmp_path, own), tmp_path).vote(prompt, "yes", Reward.of("right", "yes")) == "y"
 
 
 def test_part_of_a_reward_is_a_reward(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class Reward:
         return cls(1.0 if outcome == "right" else 0.0, outcome, extracted)
 
 
+FAILED = ("timeout", "grader_error", "data_error")  # outcomes that say nothing about the answer
 FEWEST = 200  # answers before an error rate counts
 
 
@@ -105,6 +106,19 @@ class Task:
                 "fail); evaluate.py --regrade shows which"
             )
         return rewards
+
+    def vote(self, prompt: Prompt, text: str, reward: Reward) -> str | None:
+        """What an answer votes for where the majority decides, None where it does not vote.
+
+        Answers that mean the same should give the same text. Here that is the judged answer, in small letters and
+        with single blanks; a task that knows more of its answers overrides this.
+
+        Args:
+            reward: what `rewards` gave for this answer.
+        """
+        if reward.extracted is None or reward.outcome in FAILED:
+            return None
+        return " ".join(reward.extracted.split()).casefold() or None
 
     def close(self) -> None:
         """Ends whatever processes the grader holds. The task may be used again; it then starts them anew."""

@@ -160,6 +160,13 @@ class MiniatureTask(Task):
         right = result.error is None and same_result(gold.rows, result.rows, "bag")
         return Reward.of("right" if right else "wrong", query)
 
+    def vote(self, prompt: Prompt, text: str, reward: Reward) -> str | None:
+        """The number, or the query's rows in any order; a query that fails does not vote."""
+        if reward.extracted is None or prompt.meta["database"] == "arithmetic":
+            return super().vote(prompt, text, reward)
+        result = self.cache.execute(self.databases[prompt.meta["database"]], reward.extracted, self.seconds)
+        return None if result.error is not None or result.timeout else repr(sorted(result.rows, key=repr))
+
 
 def write_databases(folder: Path, seed: int) -> dict[str, Path]:
     """Writes the six databases of a seed, unless they are there, and returns their files by name."""

@@ -95,6 +95,11 @@ class OwnTask(Task):
         check_rewards(self.path, rewards, len(pairs))
         return self.counted(rewards)
 
+    def vote(self, prompt: Prompt, text: str, reward: Reward) -> str | None:
+        """What the file's class says that an answer votes for."""
+        with mistakes_in(self.path):
+            return self.inner.vote(prompt, text, reward)
+
     def close(self) -> None:
         """Ends what the file's class holds."""
         self.inner.close()
