@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ import pytest
 from dph.config import DataConfig
 from dph.errors import UserError
 from dph.tasks import Reward, Task, load_task
-from dph.tasks.base import Row
+from dph.tasks.base import Prompt, Row
+from study import candidates
 from study import families as f
+from study.plan import load_study, make_run, pick
 from study.skills import FAMILIES, SPLITS, Skills, questions_of, split_of
+from tests.helpers import tiny_folder
 
 ROOT = Path(__file__).parent.parent
 SOURCE = f"task:{ROOT / 'study' / 'skills.py'}"
@@ -220,3 +225,60 @@ def test_word_problems_are_read_from_the_published_files(tmp_path: Path) -> None
 
 def test_the_class_is_the_files_only_task() -> None:
     assert issubclass(Skills, Task)
+
+
+# The study of them
+
+
+def test_the_study_is_thirteen_settings_and_every_config_is_accepted() -> None:
+    study = load_study(ROOT / "study" / "smollm2.toml")
+    settings = pick(study, None)
+    assert len(settings) == 13
+    assert {name for name, _ in settings} == {"grpo", "dapo", "rkl", "dph_f", "dph_js", "replay", "adapters"}
+    for setting in settings:
+        run = make_run(study, setting, 2)
+        assert (run.config.run.seed, run.config.run.threads) == (2, 1)
+        assert run.config.train == replace(
+            make_run(study, ("grpo", None), 2).config.train,
+            dynamic_sampling=run.config.train.dynamic_sampling,
+            overlong_buffer=run.config.train.overlong_buffer,
+        )
+        assert run.config.loss.penalises_rollouts == (setting[0] == "rkl")
+        assert run.config.loss.uses_stored_answers == (setting[0] in ("dph_f", "dph_js", "replay"))
+
+
+def test_every_set_of_the_study_opens_and_none_but_validation_and_in_domain_has_a_trained_family() -> None:
+    study = load_study(ROOT / "study" / "smollm2.toml")
+    run = make_run(study, ("grpo", None), 0)
+    trained = {prompt.meta["skill"] for prompt in opened_by(run.config.data.train)}
+    for name, each in study.sets.items():
+        if each.source:
+            skills = {prompt.meta["skill"] for prompt in opened_by(each.source)}
+            assert (skills == trained) == (name in ("in_domain", "validation"))
+            assert skills == trained or not skills & trained
+
+
+def opened_by(source: str) -> list[Prompt]:
+    """The prompts of a source as the toml names it, from wherever the tests run."""
+    return load_task(source.replace("task:study/skills.py", SOURCE), DataConfig(), 0, Path("runs")).prompts()
+
+
+def test_the_table_of_candidates_has_a_row_a_family(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_folder(tmp_path / "model")
+    config = tmp_path / "small.toml"
+    config.write_text("[sampling]\nmax_new_tokens = 3\n")
+    given = [str(model), "--config", str(config), "--dtype", "fp32", "--families", "copy+sums1"]
+    monkeypatch.setattr(sys, "argv", ["candidates", *given])
+    candidates.main(*candidates.parse())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| family | group | pass@1 | pass@16 | 8 of 8 | some of 8 |")
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| copy", "| sums1"]
+    assert {line.count("|") for line in lines} == {10}
+
+
+def test_a_candidate_that_is_no_family_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["candidates", str(tmp_path), "--families", "copies"])
+    with pytest.raises(UserError, match="--families: 'copies' should be some of sums1,"):
+        candidates.main(*candidates.parse())
