@@ -71,7 +71,7 @@ def calculation(value: dict[str, Any], text: str) -> Reward:
     return verdict(len(found) == 1 and holds, f"{a} {value['sign']} {b}")
 
 
-def one_number(value: dict[str, int], text: str) -> Reward:
+def one_number(value: dict[str, Any], text: str) -> Reward:
     """One number beside those of the question, from `low` to `high`, that `step` divides."""
     found = [number for number in numbers_of(text) if number not in value["said"]]
     if not found:
