@@ -22,7 +22,10 @@ LEVELS = [
     {"trainer", "inspect", "compare"},
 ]
 # Each imports only those before it, and dph/.
-STUDY = ["plan", "statistics", "results", "tables", "forgetting", "report", "measure", "plots", "run"]
+STUDY = [
+    *("words", "families", "skills", "candidates"),
+    *("plan", "statistics", "results", "tables", "forgetting", "report", "measure", "plots", "run"),
+]
 SOURCES = [
     *sorted((ROOT / "dph").rglob("*.py")),
     *sorted((ROOT / "study").glob("*.py")),
