@@ -14,6 +14,7 @@ from torch import Tensor
 from dph.model_config import ModelConfig
 
 Device = torch.device | str
+SHORT = 256  # longest row, in tokens, whose probabilities are kept for the backward pass, see `causal`
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -24,11 +25,40 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention over rows that start at position 0: q (B, T, heads, head_dim), k and v (B, T, kv_heads, head_dim)."""
+    length = q.shape[1]
     q = q.transpose(1, 2)  # (B, heads, T, head_dim)
     k = k.transpose(1, 2)
     v = v.transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if q.is_cpu and compute_dtype(q) == torch.bfloat16 and length <= SHORT:
+        # The fused kernel's backward pass in bf16 is several times as slow as the plain form (docs/performance.md).
+        group = q.shape[1] // k.shape[1]  # query heads of one kv head
+        grouped = q.reshape(*k.shape[:2], group * length, -1)  # as many query positions: no key or value is replicated
+        hidden = torch.full((length, length), -torch.inf, dtype=torch.bfloat16).triu(1).repeat(group, 1)
+        out = two_products(grouped, k, v, hidden).view_as(q)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
+
+
+def two_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q · k / sqrt(head_dim) + mask) · v: the plain form, which keeps the probabilities.
+
+    Args:
+        q: (B, kv_heads, T, head_dim).
+        k, v: (B, kv_heads, S, head_dim).
+        mask: to add, broadcasts to (B, kv_heads, T, S).
+
+    Returns: (B, kv_heads, T, head_dim).
+    """
+    products = torch.matmul(q, k.mT)  # (B, kv_heads, T, S)
+    scores = products * q.shape[-1] ** -0.5 + mask
+    return torch.matmul(scores.softmax(-1), v)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type in which products with x are computed: autocast's, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class Layout(NamedTuple):
@@ -80,11 +110,9 @@ class Window(NamedTuple):
         """softmax(q · keys / sqrt(head_dim)) · values, for q (rows, kv_heads, positions, head_dim)."""
         if not self.keys.is_cpu:
             return F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask)
-        # On a CPU the fused kernel makes two tiny products for each row and head; two products for all rows and heads
-        # together take half its time, as long as keys and values are contiguous: KVCache.lay_out sees to that.
-        products = torch.matmul(q, self.keys.mT)  # (rows, kv_heads, positions, columns)
-        scores = products * q.shape[-1] ** -0.5 + mask
-        return torch.matmul(scores.softmax(-1), self.values)
+        # On a CPU the fused kernel makes two tiny products for each row and head; the plain form's two, for all rows
+        # and heads together, take half its time where keys and values are contiguous: KVCache.lay_out sees to that.
+        return two_products(q, self.keys, self.values, mask)
 
 
 class KVCache:

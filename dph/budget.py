@@ -223,15 +223,16 @@ def backward_moments(size: Sizes, plan: Plan) -> dict[str, float]:
     copies = BF16 * size.matrices if plan.autocast else 0
     kept = tokens * size.layers * (stream * size.hidden if plan.recompute else one)
     ends = tokens * size.hidden * (3 * FP32 + 2 * stream + 2 * plan.compute)  # last norm, states by position and back
-    chunk = max(1, min(tokens, LOGIT_FLOATS // size.vocabulary)) * size.vocabulary
+    responses = tokens * plan.answer // (plan.prompt + plan.answer)
+    chunk = max(1, min(responses, LOGIT_FLOATS // size.vocabulary)) * size.vocabulary
     matrix = plan.compute * table if plan.autocast else 0
     gradient = FP32 * table if trains_head else 0
     product = BF16 * table if plan.compute == BF16 and trains_head else 0
-    logits = chunk * (2 * FP32 if plan.compute == FP32 else FP32 + BF16)
+    logits = chunk * (FP32 if plan.compute == FP32 else FP32 + BF16)
     inside = tokens * plan.compute * 2 * size.mlp
     waiting = FP32 * table if size.tied and trains_head else 0
     whole_layer = tokens * one if plan.recompute else 0
-    forward = kept + ends + copies + matrix + chunk * (2 * FP32 + plan.compute % FP32)
+    forward = kept + ends + copies + matrix + chunk * 2 * FP32  # logits, and the copy of them that a log-sum takes
     head = kept + ends + (0 if plan.recompute else copies) + matrix + gradient + product + logits
     layer = kept + whole_layer + (0 if plan.recompute else copies) + inside + waiting
     embedding = waiting + (plan.weight + (FP32 if size.tied else 0)) * table if trains_head else 0

@@ -168,6 +168,14 @@ class TrainConfig:
     keep_last: int = key(2, "newest checkpoints kept", low=1)
     keep_best: bool = key(False, "also keep the checkpoint with the best pass@1 of the first evaluation set")
 
+    @property
+    def on_policy(self) -> bool:
+        """Whether the policy that learns from rollouts is always the one that wrote them: a step is one update.
+
+        A recording is for others, who need the log-probabilities of pi_old that it holds; so it uses them itself.
+        """
+        return self.updates_per_step * self.passes == 1 and not self.record_rollouts
+
 
 @dataclass(frozen=True)
 class OptimConfig:
