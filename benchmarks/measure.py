@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Bytes of the tensors that operations make in this block and that are alive: now, and the most there were.
 
-    What a kernel takes within itself is not seen, except where it is much and known: logsumexp copies its input. Alike on
-    every machine and device.
+    What a kernel takes within itself is not seen, except where it is much and known: logsumexp copies its input. Alike
+    on every machine and device.
     """
 
     def __init__(self) -> None:

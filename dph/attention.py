@@ -119,20 +119,32 @@ class KVCache:
     """Keys and values of rows that all write at one column. The owner may re-index rows and set their starts.
 
     Its memory is taken once, for the most columns that it may have. `keys` and `values` see only as much of it as
-    `lay_out` last asked for, without gaps: a step reads these columns all, so the fewer the faster.
+    `lay_out` last asked for, without gaps: a step reads these columns all, so the fewer the faster. Where they lie
+    follows from rows and columns alone, and `starts` and `here` are changed in place: dph/graphs.py counts on it.
     """
 
     keys: Tensor  # (layers, rows, kv_heads, columns, head_dim), contiguous in each layer
     values: Tensor  # (layers, rows, kv_heads, columns, head_dim)
     starts: Tensor  # (rows,) int64: first valid column of each row; what lies before is masked, but must be finite
-    column: int  # the next column to write
+    here: Tensor  # () int64: `column`, on the device
 
     def __init__(self, memory: Tensor, shape: tuple[int, int, int, int], starts: Tensor) -> None:
         """`memory` (2, layers, numbers of a layer), of which `shape` (rows, kv_heads, columns, head_dim) is seen."""
         self.memory = memory
         self.starts = starts
+        self.here = torch.zeros((), dtype=torch.int64, device=starts.device)
         self.column = 0
         self.keys, self.values = self._seen(shape)
+
+    @property
+    def column(self) -> int:
+        """The next column to write."""
+        return self._column
+
+    @column.setter
+    def column(self, column: int) -> None:
+        self._column = column
+        self.here.fill_(column)
 
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, columns: int, dtype: torch.dtype, device: Device) -> "KVCache":
@@ -152,7 +164,7 @@ class KVCache:
             values[layer, :, :, target] = self.values[layer, :, :, source].clone()
         self.keys = keys
         self.values = values
-        self.starts = (self.starts + column - self.column).clamp(min=0)
+        self.starts.add_(column - self.column).clamp_(min=0)
         self.column = column
 
     def _seen(self, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
@@ -162,11 +174,11 @@ class KVCache:
 
     def windows(self, length: int, dtype: torch.dtype) -> list[Window]:
         """Each layer's window for the next `length` columns; its mask hides what is not between start and column."""
-        written = torch.arange(self.column, self.column + length, device=self.starts.device)
+        written = self.here + torch.arange(length, device=self.starts.device)
         mask = None
         if self.column > 0:
             columns = torch.arange(self.keys.shape[3], device=self.starts.device)
-            hidden = (columns < self.starts[:, None]) | (columns > self.column)  # (rows, columns)
+            hidden = (columns < self.starts[:, None]) | (columns > self.here)  # (rows, columns)
             mask = torch.where(hidden[:, None, None], -torch.inf, 0.0).to(dtype)
         layers = range(len(self.keys))
         return [Window(self.keys[layer], self.values[layer], written, mask) for layer in layers]

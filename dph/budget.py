@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from dph.config import Config
 from dph.model_config import ModelConfig
-from dph.sampler import PREFILL_TOKENS, cache_columns
+from dph.sampler import COLUMNS, PREFILL_TOKENS, RECORDED_COLUMNS, cache_columns
 from dph.scoring import LOGIT_FLOATS
 
 FREE = 0.1  # share of a GPU that is left to what is not counted
@@ -41,6 +41,7 @@ class Plan:
     answer: int
     reference: bool  # pi_ref is in memory
     evaluates: bool  # while it trains
+    graphs: bool = False  # sampling in recorded steps: wider caches
     shard: bool = False  # over `processes`
     processes: int = 1
 
@@ -63,6 +64,7 @@ def plan_of(config: Config, processes: int = 1) -> Plan:
         answer=config.sampling.max_new_tokens,
         reference=config.loss.needs_reference,
         evaluates=bool(config.train.eval_every and config.data.eval),
+        graphs=config.sampling.graphs,
         shard=config.train.shard == "full",
         processes=processes,
     )
@@ -153,7 +155,7 @@ def sampling(size: Sizes, plan: Plan) -> dict[str, float]:
     A prefill has its own cache, and the widest part of a layer. A draw has logits and probabilities in fp32, and where
     the vocabulary is no multiple of a block, those once more.
     """
-    columns = cache_columns(plan.prompt + plan.answer)
+    columns = cache_columns(plan.prompt + plan.answer, RECORDED_COLUMNS if plan.graphs else COLUMNS)
     a_token = 2 * size.layers * size.keys * plan.compute
     cache = plan.max_rows * columns * a_token
     prefilled = min(plan.max_rows * plan.prompt, max(PREFILL_TOKENS, plan.prompt))

@@ -76,6 +76,9 @@ class SamplingConfig:
     temperature: float = key(1.0, "tau: all log-probabilities are of softmax(logits / tau)", low=0.01)
     max_new_tokens: int = key(512, "longest answer, the end token included", low=1, high=MANY)
     max_rows: int = key(64, "answers written side by side", low=1, high=MANY)
+    graphs: bool = key(
+        False, "record a decode step of each shape and replay it: on a GPU, for small models (CUDA graphs)"
+    )
 
 
 @dataclass(frozen=True)
