@@ -3,8 +3,9 @@
 MODEL is a model folder; without one, random models of the shapes of Qwen2.5-0.5B and 1.5B are made. --tiny takes a
 small one, so that a CPU goes through the same lines. Prompts are random tokens, and every answer has its full length.
 
-- decode: tokens per second in bf16, as it is and with compiled layers, of transformers' generate, of the matrix
-  products alone, and the limit that memory sets: weights and cache read once a step, at the speed of a large copy.
+- decode: tokens per second in bf16, with and without CUDA graphs, with and without compiled layers, of transformers'
+  generate, of the matrix products alone, and the limit that memory sets: weights and cache read once a step, at the
+  speed of a large copy.
 - update: seconds of one optimizer step of two micro-batches, for the settings that change what is held, and the most
   memory in it and while sampling, beside what dph/budget.py says. On a CPU memory is that of the tensors alive.
 
@@ -110,16 +111,19 @@ def fastest(run: Callable[[], int]) -> float:
 
 
 def decode_ours(folder: Path, config: Config, tiny: bool) -> dict[str, float]:
-    """The limits, and this code, as it is and compiled: `max_rows` answers, eight to a prompt."""
+    """The limits, and this code, as it is, compiled and in recorded steps: `max_rows` answers, eight to a prompt."""
     rows, answer = config.sampling.max_rows, config.sampling.max_new_tokens
     model = load_model(folder, torch.bfloat16, DEVICE).requires_grad_(False)
     prompts = random_prompts(config, model.config.vocab_size)
     speed = memory_speed(2**24 if tiny else 2**31)
     found = {"limit of memory": memory_limit(model, config, speed)}
     found["limit of products"] = fastest(lambda: limit(model, rows, answer))
-    found["ours"] = fastest(lambda: ours(model, prompts, 8, answer, ()))
-    model.compile_layers()
-    found["ours, compiled"] = fastest(lambda: ours(model, prompts, 8, answer, ()))
+    for compiled in (False, True):
+        if compiled:
+            model.compile_layers()
+        for graphs in (False, True):
+            name = ", compiled" * compiled + ", graphs" * graphs
+            found[f"ours{name}"] = fastest(lambda graphs=graphs: ours(model, prompts, 8, answer, (), graphs))  # type: ignore[misc]
     return found
 
 

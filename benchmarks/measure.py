@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Bytes of the tensors that operations make in this block and that are alive: now, and the most there were.
 
-    What a kernel takes within itself is not seen. Alike on every machine and device.
+    What a kernel takes within itself is not seen, except where it is much and known: logsumexp copies its input. Alike
+    on every machine and device.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.logsumexp.default:
+            self.most = max(self.most, self.now + args[0].nbytes)
         before = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(made):
             if storage._cdata not in before | self.known:

@@ -2,6 +2,7 @@
 
 Each line is one operation of twelve SmolLM2-135M layers, beside what dph/ does in its place; milliseconds of a step of
 all thirty layers. It runs on the layers' own shapes, with memory that no cache holds. The best of --repeats counts.
+The last lines are of training: attention of --rows texts, forward and backward.
 """
 
 import argparse
@@ -13,10 +14,15 @@ from torch import Tensor, nn
 
 from benchmarks.decode import fastest
 from benchmarks.measure import machine
+from dph.attention import KVCache, causal
+from dph.drawing import draw, inverse_cdf
+from dph.model import Decoder
+from dph.model_config import ModelConfig
 from dph.packing import PackedLinear
 
 HIDDEN, MLP, KV_HEADS, GROUP, HEAD_DIM = 576, 1536, 3, 3, 64
 COLUMNS = 128  # of the cache
+VOCABULARY = 49152
 LAYERS, OF = 12, 30
 
 
@@ -79,8 +85,69 @@ def attention(rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     def fused(k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    found = {"attention": products, "attention: baddbmm": one_operation, "attention: fused kernel": fused}
+    def blocks(k: Tensor, v: Tensor) -> list[Tensor]:  # 8 blocks of rows, of which each needs from 1/8 to all columns
+        found = []
+        for block in range(8):
+            here, start = slice(block * rows // 8, (block + 1) * rows // 8), COLUMNS * block // 8
+            keys, values = k[here, :, start:], v[here, :, start:]
+            scores = torch.matmul(q[here], keys.mT) * HEAD_DIM**-0.5 + mask[here, ..., start:]
+            found.append(torch.matmul(scores.softmax(-1), values))
+        return found
+
+    found: dict[str, Callable[[Tensor, Tensor], object]] = {
+        "attention": products,
+        "attention: baddbmm": one_operation,
+        "attention: fused kernel": fused,
+        "attention: blocks of alike starts": blocks,
+    }
     return {name: lambda run=run: [run(k, v) for k, v in cache] for name, run in found.items()}  # type: ignore[misc]
+
+
+def drawing(rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """One draw, as a step has."""
+    logits, uniforms = torch.randn(rows, VOCABULARY, dtype=dtype), torch.rand(rows, dtype=torch.float64)
+
+    def one_pass() -> tuple[Tensor, Tensor]:
+        wide = logits.float()
+        peak = wide.amax(-1, keepdim=True)
+        weights = wide.sub_(peak).exp_()  # no division by the sum: the draw does without
+        tokens = inverse_cdf(weights, uniforms)
+        chosen = weights.gather(1, tokens[:, None])[:, 0]
+        return tokens, chosen.log() - weights.sum(-1).log()
+
+    return {"draw": lambda: draw(logits, uniforms, 1.0, 1.0), "draw: without the softmax": one_pass}
+
+
+def whole_layers(rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """All layers of a decode step by dph/, and in one compiled function of fixed shapes; matrices are not packed."""
+    shape = {
+        "model_type": "llama", "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS, "num_attention_heads": KV_HEADS * GROUP, "num_key_value_heads": KV_HEADS,
+    }  # fmt: skip
+    model = Decoder(ModelConfig.from_dict(shape)).to(dtype)
+    cache = KVCache.empty(model.config, rows, COLUMNS, dtype, "cpu")
+    cache.column = COLUMNS // 2
+    tokens = torch.ones(rows, 1, dtype=torch.int64)
+    compiled = torch.compile(lambda: model.hidden_states(tokens, cache), dynamic=False)
+    return {"layers, not packed": lambda: model.hidden_states(tokens, cache), "layers: compiled whole": compiled}
+
+
+def training_attention(rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """One layer's attention over texts of COLUMNS tokens, with its backward pass."""
+    shape = (rows, COLUMNS, KV_HEADS * (GROUP + 2), HEAD_DIM)
+    with torch.inference_mode(False):
+        heads = torch.randn(shape, dtype=dtype, requires_grad=True)
+
+    def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            q, k, v = heads.split((KV_HEADS * GROUP, KV_HEADS, KV_HEADS), 2)
+            attend(q, k, v).sum().backward()  # type: ignore[no-untyped-call]
+
+    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return {"training: attention": lambda: run(causal), "training: attention, fused kernel": lambda: run(fused)}
 
 
 def main() -> None:
@@ -94,9 +161,10 @@ def main() -> None:
     cases = [(dtype, rows) for dtype in (torch.float32, torch.bfloat16) for rows in wanted.rows]
     milliseconds: dict[str, list[str]] = {}
     for dtype, rows in cases:
-        for made in (projections, norms, attention):
+        for made in (projections, norms, attention, drawing, whole_layers, training_attention):
+            times = {drawing: 1, training_attention: OF}.get(made, OF / LAYERS)
             for name, run in made(rows, dtype).items():
-                milliseconds.setdefault(name, []).append(f"{1e3 * OF / LAYERS * fastest(run, wanted.repeats):.1f}")
+                milliseconds.setdefault(name, []).append(f"{1e3 * times * fastest(run, wanted.repeats):.1f}")
     print(machine())
     heads = [f"{str(dtype).removeprefix('torch.')}, {rows} rows" for dtype, rows in cases]
     print(f"| ms a step | {' | '.join(heads)} |\n|{' --- |' * (len(cases) + 1)}")

@@ -37,9 +37,16 @@ ASKED = (
 )
 
 
-def ours(model: Decoder, prompts: list[list[int]], samples: int, tokens: int, end_ids: tuple[int, ...]) -> int:
+def ours(
+    model: Decoder,
+    prompts: list[list[int]],
+    samples: int,
+    tokens: int,
+    end_ids: tuple[int, ...],
+    graphs: bool = False,
+) -> int:
     """Samples once and returns the tokens written."""
-    settings = SamplingSettings((0,), end_ids, tokens, max_rows=len(prompts) * samples)
+    settings = SamplingSettings((0,), end_ids, tokens, max_rows=len(prompts) * samples, graphs=graphs)
     asked = [Prompt(index, tokens=prompt) for index, prompt in enumerate(prompts)]
     return sum(len(rollout.tokens) for rollout in sample(model, asked, [range(samples)] * len(asked), settings))
 

@@ -68,6 +68,7 @@ def sampling_settings(
         temperature=config.sampling.temperature,
         top_p=top_p,
         max_rows=config.sampling.max_rows,
+        graphs=config.sampling.graphs,
     )
 
 

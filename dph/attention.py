@@ -14,6 +14,7 @@ from torch import Tensor
 from dph.model_config import ModelConfig
 
 Device = torch.device | str
+SHORT = 256  # longest row, in tokens, whose probabilities are kept for the backward pass, see `causal`
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -24,11 +25,40 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention over rows that start at position 0: q (B, T, heads, head_dim), k and v (B, T, kv_heads, head_dim)."""
+    length = q.shape[1]
     q = q.transpose(1, 2)  # (B, heads, T, head_dim)
     k = k.transpose(1, 2)
     v = v.transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if q.is_cpu and compute_dtype(q) == torch.bfloat16 and length <= SHORT:
+        # The fused kernel's backward pass in bf16 is several times as slow as the plain form (docs/performance.md).
+        group = q.shape[1] // k.shape[1]  # query heads of one kv head
+        grouped = q.reshape(*k.shape[:2], group * length, -1)  # as many query positions: no key or value is replicated
+        hidden = torch.full((length, length), -torch.inf, dtype=torch.bfloat16).triu(1).repeat(group, 1)
+        out = two_products(grouped, k, v, hidden).view_as(q)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
+
+
+def two_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q · k / sqrt(head_dim) + mask) · v: the plain form, which keeps the probabilities.
+
+    Args:
+        q: (B, kv_heads, T, head_dim).
+        k, v: (B, kv_heads, S, head_dim).
+        mask: to add, broadcasts to (B, kv_heads, T, S).
+
+    Returns: (B, kv_heads, T, head_dim).
+    """
+    products = torch.matmul(q, k.mT)  # (B, kv_heads, T, S)
+    scores = products * q.shape[-1] ** -0.5 + mask
+    return torch.matmul(scores.softmax(-1), v)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type in which products with x are computed: autocast's, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class Layout(NamedTuple):
@@ -80,31 +110,41 @@ class Window(NamedTuple):
         """softmax(q · keys / sqrt(head_dim)) · values, for q (rows, kv_heads, positions, head_dim)."""
         if not self.keys.is_cpu:
             return F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask)
-        # On a CPU the fused kernel makes two tiny products for each row and head; two products for all rows and heads
-        # together take half its time, as long as keys and values are contiguous: KVCache.lay_out sees to that.
-        products = torch.matmul(q, self.keys.mT)  # (rows, kv_heads, positions, columns)
-        scores = products * q.shape[-1] ** -0.5 + mask
-        return torch.matmul(scores.softmax(-1), self.values)
+        # On a CPU the fused kernel makes two tiny products for each row and head; the plain form's two, for all rows
+        # and heads together, take half its time where keys and values are contiguous: KVCache.lay_out sees to that.
+        return two_products(q, self.keys, self.values, mask)
 
 
 class KVCache:
     """Keys and values of rows that all write at one column. The owner may re-index rows and set their starts.
 
     Its memory is taken once, for the most columns that it may have. `keys` and `values` see only as much of it as
-    `lay_out` last asked for, without gaps: a step reads these columns all, so the fewer the faster.
+    `lay_out` last asked for, without gaps: a step reads these columns all, so the fewer the faster. Where they lie
+    follows from rows and columns alone, and `starts` and `here` are changed in place: dph/graphs.py counts on it.
     """
 
     keys: Tensor  # (layers, rows, kv_heads, columns, head_dim), contiguous in each layer
     values: Tensor  # (layers, rows, kv_heads, columns, head_dim)
     starts: Tensor  # (rows,) int64: first valid column of each row; what lies before is masked, but must be finite
-    column: int  # the next column to write
+    here: Tensor  # () int64: `column`, on the device
 
     def __init__(self, memory: Tensor, shape: tuple[int, int, int, int], starts: Tensor) -> None:
         """`memory` (2, layers, numbers of a layer), of which `shape` (rows, kv_heads, columns, head_dim) is seen."""
         self.memory = memory
         self.starts = starts
+        self.here = torch.zeros((), dtype=torch.int64, device=starts.device)
         self.column = 0
         self.keys, self.values = self._seen(shape)
+
+    @property
+    def column(self) -> int:
+        """The next column to write."""
+        return self._column
+
+    @column.setter
+    def column(self, column: int) -> None:
+        self._column = column
+        self.here.fill_(column)
 
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, columns: int, dtype: torch.dtype, device: Device) -> "KVCache":
@@ -124,7 +164,7 @@ class KVCache:
             values[layer, :, :, target] = self.values[layer, :, :, source].clone()
         self.keys = keys
         self.values = values
-        self.starts = (self.starts + column - self.column).clamp(min=0)
+        self.starts.add_(column - self.column).clamp_(min=0)
         self.column = column
 
     def _seen(self, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
@@ -134,11 +174,11 @@ class KVCache:
 
     def windows(self, length: int, dtype: torch.dtype) -> list[Window]:
         """Each layer's window for the next `length` columns; its mask hides what is not between start and column."""
-        written = torch.arange(self.column, self.column + length, device=self.starts.device)
+        written = self.here + torch.arange(length, device=self.starts.device)
         mask = None
         if self.column > 0:
             columns = torch.arange(self.keys.shape[3], device=self.starts.device)
-            hidden = (columns < self.starts[:, None]) | (columns > self.column)  # (rows, columns)
+            hidden = (columns < self.starts[:, None]) | (columns > self.here)  # (rows, columns)
             mask = torch.where(hidden[:, None, None], -torch.inf, 0.0).to(dtype)
         layers = range(len(self.keys))
         return [Window(self.keys[layer], self.values[layer], written, mask) for layer in layers]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from dph.config import Config
 from dph.model_config import ModelConfig
-from dph.sampler import PREFILL_TOKENS, cache_columns
+from dph.sampler import COLUMNS, PREFILL_TOKENS, RECORDED_COLUMNS, cache_columns
 from dph.scoring import LOGIT_FLOATS
 
 FREE = 0.1  # share of a GPU that is left to what is not counted
@@ -41,6 +41,7 @@ class Plan:
     answer: int
     reference: bool  # pi_ref is in memory
     evaluates: bool  # while it trains
+    graphs: bool = False  # sampling in recorded steps: wider caches
     shard: bool = False  # over `processes`
     processes: int = 1
 
@@ -63,6 +64,7 @@ def plan_of(config: Config, processes: int = 1) -> Plan:
         answer=config.sampling.max_new_tokens,
         reference=config.loss.needs_reference,
         evaluates=bool(config.train.eval_every and config.data.eval),
+        graphs=config.sampling.graphs,
         shard=config.train.shard == "full",
         processes=processes,
     )
@@ -153,7 +155,7 @@ def sampling(size: Sizes, plan: Plan) -> dict[str, float]:
     A prefill has its own cache, and the widest part of a layer. A draw has logits and probabilities in fp32, and where
     the vocabulary is no multiple of a block, those once more.
     """
-    columns = cache_columns(plan.prompt + plan.answer)
+    columns = cache_columns(plan.prompt + plan.answer, RECORDED_COLUMNS if plan.graphs else COLUMNS)
     a_token = 2 * size.layers * size.keys * plan.compute
     cache = plan.max_rows * columns * a_token
     prefilled = min(plan.max_rows * plan.prompt, max(PREFILL_TOKENS, plan.prompt))
@@ -223,15 +225,16 @@ def backward_moments(size: Sizes, plan: Plan) -> dict[str, float]:
     copies = BF16 * size.matrices if plan.autocast else 0
     kept = tokens * size.layers * (stream * size.hidden if plan.recompute else one)
     ends = tokens * size.hidden * (3 * FP32 + 2 * stream + 2 * plan.compute)  # last norm, states by position and back
-    chunk = max(1, min(tokens, LOGIT_FLOATS // size.vocabulary)) * size.vocabulary
+    responses = tokens * plan.answer // (plan.prompt + plan.answer)
+    chunk = max(1, min(responses, LOGIT_FLOATS // size.vocabulary)) * size.vocabulary
     matrix = plan.compute * table if plan.autocast else 0
     gradient = FP32 * table if trains_head else 0
     product = BF16 * table if plan.compute == BF16 and trains_head else 0
-    logits = chunk * (2 * FP32 if plan.compute == FP32 else FP32 + BF16)
+    logits = chunk * (FP32 if plan.compute == FP32 else FP32 + BF16)
     inside = tokens * plan.compute * 2 * size.mlp
     waiting = FP32 * table if size.tied and trains_head else 0
     whole_layer = tokens * one if plan.recompute else 0
-    forward = kept + ends + copies + matrix + chunk * (2 * FP32 + plan.compute % FP32)
+    forward = kept + ends + copies + matrix + chunk * 2 * FP32  # logits, and the copy of them that a log-sum takes
     head = kept + ends + (0 if plan.recompute else copies) + matrix + gradient + product + logits
     layer = kept + whole_layer + (0 if plan.recompute else copies) + inside + waiting
     embedding = waiting + (plan.weight + (FP32 if size.tied else 0)) * table if trains_head else 0

@@ -147,8 +147,12 @@ class Collector:
         return [found[prompt.index, number] for prompt, numbers in pairs for number in numbers]
 
     def _score_old(self, rollouts: Sequence[Rollout], state: State, meter: Meter) -> None:
-        """log pi_old of every token: the sampler's own, where the run's first step has shown that they agree."""
-        if state.trust_sampler or not rollouts:
+        """log pi_old of every token: the sampler's own, where the run's first step has shown that they agree.
+
+        On policy the loss finds log pi_old by itself (dph/objective.py), so the first step alone is scored.
+        """
+        compared = state.trust_sampler is not None
+        if not rollouts or state.trust_sampler or (compared and self.config.train.on_policy):
             return
         with autocast(self.policy.model, self.config.run.dtype):
             scored = score_rollouts(self.policy.model, rollouts, *self._how_to_score())

@@ -76,6 +76,9 @@ class SamplingConfig:
     temperature: float = key(1.0, "tau: all log-probabilities are of softmax(logits / tau)", low=0.01)
     max_new_tokens: int = key(512, "longest answer, the end token included", low=1, high=MANY)
     max_rows: int = key(64, "answers written side by side", low=1, high=MANY)
+    graphs: bool = key(
+        False, "record a decode step of each shape and replay it: on a GPU, for small models (CUDA graphs)"
+    )
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,14 @@ class TrainConfig:
     save_dtype: str = key("fp32", "fp32: a checkpoint's weights as held; bf16: rounded, those beside", "fp32", "bf16")
     keep_last: int = key(2, "newest checkpoints kept", low=1)
     keep_best: bool = key(False, "also keep the checkpoint with the best pass@1 of the first evaluation set")
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the policy that learns from rollouts is always the one that wrote them: a step is one update.
+
+        A recording is for others, who need the log-probabilities of pi_old that it holds; so it uses them itself.
+        """
+        return self.updates_per_step * self.passes == 1 and not self.record_rollouts
 
 
 @dataclass(frozen=True)

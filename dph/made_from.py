@@ -78,8 +78,8 @@ def _hashed(value: Any) -> str:
 def answer_settings(config: Config) -> dict[str, Any]:
     """What every answer and its reward depend on.
 
-    sampling.max_rows is among them: it sets the shapes of batches, and in fp32 about one answer in a thousand is
-    another one in batches of other shapes, in bf16 about half.
+    sampling.max_rows and graphs are among them: they set the shapes of batches, and in fp32 about one answer in a
+    thousand is another one in batches of other shapes, in bf16 about half.
     """
     data = config.data
     return {
@@ -93,12 +93,12 @@ def answer_settings(config: Config) -> dict[str, Any]:
 def run_settings(config: Config) -> dict[str, Any]:
     """What a run's rollouts depend on, and how they are read back.
 
-    Not [loss]: comparing losses on the same rollouts is what they are recorded for. Not sampling.max_rows: what is read
-    back is not sampled again. That a run itself goes on with all its settings, `checkpoint.open_run` sees to.
+    Not [loss]: comparing losses on the same rollouts is what they are recorded for. Not the shapes of batches: what is
+    read back is not sampled again. That a run itself goes on with all its settings, `checkpoint.open_run` sees to.
     """
     train = config.train
     found = answer_settings(config)
-    del found["max_rows"]
+    del found["max_rows"], found["graphs"]
     return {
         **found,
         "prompts_per_step": train.prompts_per_step,

@@ -116,6 +116,13 @@ class Decoder(nn.Module):
         Into one that holds something (decode), T = 1: each row's token is written at cache.column, has position
         column − starts[row], and sees the columns starts[row]..column. The cache advances by T.
         """
+        hidden = self.hidden_states(tokens, cache, layout)
+        if cache is not None:
+            cache.column += tokens.shape[-1]
+        return hidden
+
+    def hidden_states(self, tokens: Tensor, cache: KVCache | None = None, layout: Layout | None = None) -> Tensor:
+        """What `forward` does, except that the cache does not advance."""
         length = tokens.shape[-1]
         positions = torch.arange(length, device=tokens.device)  # (T,)
         if layout is not None:
@@ -127,9 +134,8 @@ class Decoder(nn.Module):
             assert cache.column == 0 or length == 1, "decoding takes one token a row"
             assert cache.column + length <= cache.keys.shape[3], f"the cache's {cache.keys.shape[3]} columns are full"
             if cache.column > 0:
-                positions = (cache.column - cache.starts)[:, None]  # (B, 1)
+                positions = (cache.here - cache.starts)[:, None]  # (B, 1)
             pasts = cache.windows(length, x.dtype)
-            cache.column += length
         cos, sin = self.angles(positions[..., None], x.dtype)  # (T or N, 1, head_dim) or (B, 1, 1, head_dim)
         for layer, past in zip(self.model.layers, pasts, strict=True):
             x = self._layer(layer, x, cos, sin, past)

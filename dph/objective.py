@@ -32,8 +32,9 @@ from dph.updates import MicroBatch
 class Objective:
     """The loss of a config, for one model."""
 
-    def __init__(self, model: Decoder, config: Config) -> None:
-        self.model, self.config = model, config
+    def __init__(self, model: Decoder, config: Config, on_policy: bool = False) -> None:
+        """`on_policy`: every loss is of rollouts that the model wrote with the weights that it has now."""
+        self.model, self.config, self.on_policy = model, config, on_policy
         self.settings = config.loss
         self.divergence = config.loss.make_divergence()
         # What is logged as `divergence` is one: -log u of the plain form, or one half of E8, is none.
@@ -44,6 +45,7 @@ class Objective:
         loss_exp = loss_pef = torch.zeros((), device=self.model.head.device)
         if (batch := micro.rollouts) is not None:
             scores = self._score(batch)  # log pi_theta, (B, T)
+            batch = self._with_old(batch, scores)
             assert micro.advantages is not None, "rollouts without advantages"
             loss_exp = self._exploration(batch, scores, micro.advantages, micro.denominators["rollouts"], meter)
             if self.settings.penalises_rollouts:
@@ -51,9 +53,18 @@ class Objective:
         if (batch := micro.stored) is not None:
             loss_pef = loss_pef + self._rehearsal(batch, self._score(batch), micro.denominators["stored"], meter)
         if (batch := micro.pef_rollouts) is not None:
-            loss_pef = loss_pef + self._js_own_half(batch, self._score(batch), micro.denominators["pef_rollouts"])
+            scores = self._score(batch)
+            batch = self._with_old(batch, scores)
+            loss_pef = loss_pef + self._js_own_half(batch, scores, micro.denominators["pef_rollouts"])
         loss: Tensor = loss_exp + self.settings.eta * loss_pef  # E6
         return loss
+
+    def _with_old(self, batch: Batch, scores: Scores) -> Batch:
+        """The batch with log pi_old (B, T) as its log-probabilities: on policy that is log pi_theta, held fixed.
+
+        Then rho = 1 and its gradient is that of log pi_theta. Else they are what the collector found.
+        """
+        return batch._replace(logprobs=scores.logprobs.detach()) if self.on_policy else batch
 
     def _exploration(
         self, batch: Batch, scores: Scores, advantages: Tensor, denominator: float, meter: Meter
@@ -119,6 +130,6 @@ class Objective:
 
     def _score(self, batch: Batch) -> Scores:
         """log pi_theta of the response tokens, (B, T)."""
-        temperature, entropy_gradient = self.config.sampling.temperature, self.settings.entropy > 0
+        temperature, entropy = self.config.sampling.temperature, self.settings.entropy > 0
         with autocast(self.model, self.config.run.dtype):
-            return token_logprobs(self.model, batch, temperature, entropy_gradient)
+            return token_logprobs(self.model, batch, temperature, entropy)

@@ -30,12 +30,14 @@ from torch import Tensor
 from dph.attention import KVCache
 from dph.drawing import draw
 from dph.errors import UserError
+from dph.graphs import RecordedSteps
 from dph.model import Decoder
 from dph.rollouts import Rollout
 from dph.tasks.base import Prompt
 
 CHECK_EVERY = 8  # steps between looks at who has ended, on a GPU: looking makes it wait
 COLUMNS = 32  # the cache's columns are a multiple: a larger one reads more of them unused, a smaller one copies more
+RECORDED_COLUMNS = 128  # the same where steps are recorded: a larger one makes fewer recordings
 PREFILL_TOKENS = 16384  # most prompt tokens, padding included, of one prefill
 
 
@@ -49,6 +51,7 @@ class SamplingSettings:
     temperature: float = 1.0
     top_p: float = 1.0
     max_rows: int = 64
+    graphs: bool = False  # replay recorded steps (dph/graphs.py)
 
 
 def sample(
@@ -128,7 +131,10 @@ class _Slots:
         weight = next(model.parameters())
         self.device = weight.device
         limit = settings.max_new_tokens
-        self.cache = KVCache.empty(model.config, rows, cache_columns(columns), weight.dtype, self.device)
+        self.multiple = RECORDED_COLUMNS if settings.graphs else COLUMNS
+        held = cache_columns(columns, self.multiple)
+        self.cache = KVCache.empty(model.config, rows, held, weight.dtype, self.device)
+        self.recorded = RecordedSteps(model, self.cache) if settings.graphs else None
         self.jobs: list[_Job | None] = [None] * rows  # what each slot is writing
         self.tokens = torch.zeros(rows, limit, dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros(rows, limit, dtype=torch.float32, device=self.device)
@@ -227,8 +233,11 @@ class _Slots:
             self._make_room()
         places = (self.lengths - 1).clamp(min=0)
         last = self.tokens.gather(1, places[:, None])  # (R, 1)
-        hidden = self.model(last, self.cache)[:, 0]  # (R, D)
-        self._write(self.model.logits(hidden), None)
+        if self.recorded is not None:
+            logits = self.recorded.logits(last)  # (R, V)
+        else:
+            logits = self.model.logits(self.model(last, self.cache)[:, 0])
+        self._write(logits, None)
 
     def _write(self, logits: Tensor, index: Tensor | None) -> None:
         """Draws the next token of slots `index` (all of them: None) from their logits and writes it down."""
@@ -245,21 +254,30 @@ class _Slots:
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """Drops free slots: living ones from the end of the batch take their places, all others stay where they are."""
+        """Drops free slots: living ones from the end of the batch take their places, all others stay where they are.
+
+        Recorded steps keep as many rows as the next power of two, so that there are few recordings.
+        """
         cache = self.cache
         living = [slot for slot, job in enumerate(self.jobs) if job is not None]
-        order = list(range(len(living)))  # the old slot of each new one
+        size = len(living)
+        if self.recorded is not None:
+            size = min(len(self.jobs), 2 ** (size - 1).bit_length())
+        if size == len(self.jobs):
+            return
+        order = list(range(size))  # the old slot of each new one
         holes = [slot for slot in order if self.jobs[slot] is None]
-        movers = living[len(living) - len(holes) :]
-        for hole, mover in zip(holes, movers, strict=True):
+        movers = [slot for slot in living if slot >= size]
+        for hole, mover in zip(holes, movers, strict=False):
             order[hole] = mover
             cache.keys[:, hole] = cache.keys[:, mover]
             cache.values[:, hole] = cache.values[:, mover]
-        cache.keys = cache.keys[:, : len(order)]
-        cache.values = cache.values[:, : len(order)]
+        cache.keys = cache.keys[:, :size]
+        cache.values = cache.values[:, :size]
         self.jobs = [self.jobs[slot] for slot in order]
         index = torch.tensor(order, device=self.device)
-        cache.starts = cache.starts[index]
+        cache.starts[:size] = cache.starts[index]
+        cache.starts = cache.starts[:size]
         self.tokens = self.tokens[index]
         self.logprobs = self.logprobs[index]
         self.uniforms = self.uniforms[index]
@@ -272,17 +290,18 @@ class _Slots:
         living = [start for start, job in zip(starts, self.jobs, strict=True) if job is not None]
         kept = self.cache.column - min(living, default=self.cache.column)
         column = max(column, kept)
-        self.cache.lay_out(kept, column, _round_up(column + COLUMNS // 2))
+        self.cache.lay_out(kept, column, _round_up(column + self.multiple // 2, self.multiple))
 
 
-def cache_columns(longest: int) -> int:
-    """The columns of a cache in which no text takes more than `longest` tokens."""
-    return _round_up(longest + CHECK_EVERY + COLUMNS // 2)  # ended slots write on for a while; and see _make_room
+def cache_columns(longest: int, multiple: int = COLUMNS) -> int:
+    """The columns of a cache in which no text takes more than `longest` tokens: a multiple of `multiple`."""
+    columns = longest + CHECK_EVERY + multiple // 2  # ended slots write on for a while; and see _make_room
+    return _round_up(columns, multiple)
 
 
-def _round_up(columns: int) -> int:
-    """The next multiple of COLUMNS."""
-    return -(-columns // COLUMNS) * COLUMNS
+def _round_up(columns: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-columns // multiple) * multiple
 
 
 class _Prefilled(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dph.attention import compute_dtype
 from dph.model import Decoder
 from dph.rollouts import Batch, TopTokens, padded
 
@@ -24,25 +25,25 @@ class Scores(NamedTuple):
     """What `token_logprobs` returns: (B, T), 0 at padding; float32, or the model's float64."""
 
     logprobs: Tensor  # of the response tokens
-    entropy: Tensor  # of the distribution each was drawn from, in nats
+    entropy: Tensor | None = None  # of the distribution each was drawn from, in nats
     top: Tensor | None = None  # (B, T, K) log-probabilities of batch.top_ids
     rest: Tensor | None = None  # (B, T) log of the mass of all other tokens
 
 
-def token_logprobs(model: Decoder, batch: Batch, temperature: float, entropy_gradient: bool = False) -> Scores:
-    """Log-probabilities of a batch's response tokens, with gradient, and entropies.
+def token_logprobs(model: Decoder, batch: Batch, temperature: float, entropy: bool = False) -> Scores:
+    """Log-probabilities of a batch's response tokens, with gradient.
 
     Args:
         temperature: tau; 0 is scored as 1.
-        entropy_gradient: whether the entropies carry a gradient, too.
+        entropy: whether the entropies are asked for, too, with gradient.
     """
     hidden = response_states(model, batch) / (temperature or 1.0)  # (M, D); (W h) / tau = W (h / tau)
     mask = batch.mask
     ids = batch.targets[:, None]  # (M, 1)
     if batch.top_ids is not None:
         ids = torch.cat((ids, batch.top_ids[mask]), 1)  # (M, 1 + K)
-    logprobs, rest, entropy = _Head.apply(hidden, model.head, ids, entropy_gradient)  # type: ignore[no-untyped-call]
-    scores = Scores(padded(logprobs[:, 0], mask), padded(entropy, mask))
+    logprobs, rest, entropies = _Head.apply(hidden, model.head, ids, entropy)  # type: ignore[no-untyped-call]
+    scores = Scores(padded(logprobs[:, 0], mask), padded(entropies, mask) if entropy else None)
     if batch.top_ids is None:
         return scores
     return scores._replace(top=padded(logprobs[:, 1:], mask), rest=padded(rest, mask))
@@ -84,12 +85,13 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, entropy_gradient: bool
+        ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """States (N, D), weight (V, D), ids (N, 1 + K) -> log-probabilities (N, 1 + K), log p(rest) (N,), H (N,)."""
-        device = states.device.type
-        # Autocast does not reach into a Function: what it would cast is cast here.
-        ctx.cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        """States (N, D), weight (V, D), ids (N, 1 + K) -> log-probabilities (N, 1 + K), log p(rest) (N,), H (N,).
+
+        log p(rest) is 0 without top tokens, H is 0 without `with_entropy`.
+        """
+        ctx.cast = compute_dtype(weight)  # autocast does not reach into a Function: what it would cast is cast here
         cast_states = states.to(ctx.cast)
         matrix = weight.to(ctx.cast)
         has_top = ids.shape[1] > 1
@@ -100,8 +102,10 @@ class _Head(torch.autograd.Function):
         for rows in _chunks(len(states), len(weight)):
             logits = _promote(cast_states[rows] @ matrix.T)  # (n, V)
             log_z = logits.logsumexp(-1, keepdim=True)  # (n, 1), the log of softmax's denominator
-            mean_logit = torch.linalg.vecdot((logits - log_z).exp_(), logits)  # (n,), E[z] = sum of p z
-            entropy = log_z[:, 0] - mean_logit  # H = -E[log p] = log Z - E[z]
+            entropy = torch.zeros_like(log_z[:, 0])
+            if with_entropy:
+                mean_logit = torch.linalg.vecdot((logits - log_z).exp_(), logits)  # (n,), E[z] = sum of p z
+                entropy = log_z[:, 0] - mean_logit  # H = -E[log p] = log Z - E[z]
             rest = torch.zeros_like(entropy)  # without top tokens the rest is all of them: log 1
             if has_top:
                 rest = _without(logits, ids[rows, 1:]).logsumexp(-1) - log_z[:, 0]
@@ -109,13 +113,12 @@ class _Head(torch.autograd.Function):
             rest_of.append(rest)
             entropy_of.append(entropy)
             log_z_of.append(log_z)
+            del logits  # before the next chunk's are made
         logprobs = torch.cat(logprobs_of)
         rest = torch.cat(rest_of)
         entropy = torch.cat(entropy_of)
         ctx.save_for_backward(states, weight, ids, torch.cat(log_z_of), rest, entropy)
-        ctx.entropy_gradient = entropy_gradient
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
+        ctx.with_entropy = with_entropy
         return logprobs, rest, entropy
 
     @staticmethod
@@ -146,13 +149,14 @@ class _Head(torch.autograd.Function):
                 pull = pull + grad_rest[rows, None]
                 rest_share = _without(logprobs, ids[rows, 1:]).sub_(rest[rows, None]).exp_()  # 1_rest p / p(rest)
                 to_rest = rest_share.mul_(grad_rest[rows, None])
-            if ctx.entropy_gradient:
+            if ctx.with_entropy:
                 pull = pull + grad_entropy[rows, None] * (logprobs + entropy[rows, None])  # (n, V)
             dz = logprobs.exp_().mul_(-pull)  # -p pull
             dz.scatter_add_(1, ids[rows], grad[rows])
             if to_rest is not None:
                 dz.add_(to_rest)
             dz = dz.to(ctx.cast)
+            del logprobs, to_rest  # before the next chunk's are made
             grad_states.append(dz @ matrix)
             if grad_weight is None:
                 continue

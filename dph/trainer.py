@@ -6,7 +6,8 @@ No reference model is in memory unless the divergence is taken on own samples (E
 
 Exact savings: a rollout whose advantage is zero has no gradient in E4, so it is not trained on unless a penalty or an
 entropy bonus needs it (its tokens still count in the denominator); where the sampler's log-probabilities agree with
-the scorer's, pi_old is not scored again. Metrics of trained tokens are over the rows that are trained on.
+the scorer's, or a step is one update, pi_old is not scored again. Metrics of trained tokens are over the rows that are
+trained on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,7 +64,7 @@ class Trainer:
             if config.loss.eta > 0:
                 self.stored = data.partition.rehearsal
         self.collector = Collector(config, policy, data.prompts, explored, data.reference, data.recorded)
-        self.objective = Objective(policy.model, config)
+        self.objective = Objective(policy.model, config, config.train.on_policy and data.recorded is None)
         self.optimizer = Optimizer(policy.model, config)
         self.state = State()
 

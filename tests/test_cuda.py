@@ -1,6 +1,7 @@
 """What must hold on a GPU: the CPU's results, no wait for the device in a decode step, and a step in bf16."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,21 @@ def test_a_decode_step_never_waits_for_the_gpu() -> None:
     try:
         for _ in range(5):
             slots.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_recorded_steps_write_what_plain_ones_do_and_never_wait() -> None:
+    settings = SamplingSettings((0,), (5,), 200, max_rows=8)
+    model = tiny_model(dtype=torch.float64).to("cuda")
+    plain, recorded = (sample(model, PROMPTS, [range(4)] * 5, replace(settings, graphs=on)) for on in (False, True))
+    assert [r.tokens for r in plain] == [r.tokens for r in recorded]
+    slots = _Slots(model, 8, 40, replace(settings, max_new_tokens=20, graphs=True))
+    slots.admit(list(range(8)), [_Job(prompt, n, more=n < 3) for prompt in PROMPTS[:2] for n in range(4)])
+    slots.step()  # is recorded
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        slots.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

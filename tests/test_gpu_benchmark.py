@@ -19,6 +19,7 @@ def test_all_of_it_runs_on_a_cpu_and_memory_is_as_foretold(tmp_path: Path) -> No
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
     (figures,) = json.loads((tmp_path / "gpu.json").read_text())["models"].values()
     assert all(rate > 0 for rate in figures["decode"].values())
+    assert {"ours", "ours, graphs", "ours, compiled", "ours, compiled, graphs"} <= set(figures["decode"])
     for kind in SETTINGS:
         found = figures["update"][kind]
         for moment in ("update", "sampling"):

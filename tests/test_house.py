@@ -9,7 +9,7 @@ LEVELS = [
     {"chat_template", "token_settings", "divergences", "model_config"},
     {"attention", "drawing"},
     {"model"},
-    {"tokenizer", "model_folder", "adapter", "packing"},
+    {"tokenizer", "model_folder", "adapter", "packing", "graphs"},
     {"config_values", "adapter_folder"},
     {"config", "plain"},
     {"tasks", "losses", "rollouts", "checkpoint", "optimizer"},

@@ -77,7 +77,8 @@ def test_scores_are_the_full_softmax_at_the_sampling_temperature(tau: float) -> 
     model = tiny_model(dtype=torch.float64)
     rollouts = rollouts_of(model, range(G))
     batch = collate(rollouts, "cpu")
-    scores = token_logprobs(model, batch, tau)
+    scores = token_logprobs(model, batch, tau, entropy=True)
+    assert scores.entropy is not None
     scored = score_rollouts(model, rollouts, tau, budget=40)
     for row, rollout in enumerate(rollouts):
         expected = plain.answer_logprobs(model, rollout.prompt_tokens, rollout.tokens, tau).detach()

@@ -320,8 +320,10 @@ def test_a_whole_run_by_its_process_leaves_one_file_that_agrees_with_an_evaluati
 
 
 def test_a_text_is_scored_token_by_token_after_the_begin_token(study: Study, base: Path) -> None:
-    measure(study, make_run(study, (BASE, None), 0))
-    found = read(study.results / "base-seed0.json")["sets"]["words"]["logprob"]
+    measure(study, make_run(study, (BASE, None), 0), busy=True)
+    result = read(study.results / "base-seed0.json")
+    assert result["workers"] is None, "seconds beside other work compare with nothing"
+    found = result["sets"]["words"]["logprob"]
     model, tokenizer = load_model(base), load_tokenizer(base)
     assert len(found) == 2
     for told, words in zip(found, WORDS, strict=False):
@@ -357,8 +359,7 @@ def done_by(monkeypatch: pytest.MonkeyPatch, script: str) -> list[str]:
     started: list[str] = []
 
     def start(command: Sequence[str], **options: Any) -> Any:
-        name, value, seed = command[-3:]
-        started.append(f"{name} {value} {seed}")
+        started.append(" ".join(command[4:]))  # after python -m study.measure STUDY.toml
         return POPEN([sys.executable, "-c", script], **options)
 
     monkeypatch.setattr(subprocess, "Popen", start)
@@ -381,6 +382,9 @@ def test_bases_come_first_and_what_is_done_is_skipped(
     assert sorted(started[:2]) == ["base None 0", "base None 1"]
     assert started[2:] == ["dph_js 0.5 0", "dph_js 2.0 0", "grpo None 1", "dph_js 0.5 1"]
     assert "runs: 4 of 6 to do" in capsys.readouterr().out
+    (study.results / "grpo-seed0.json").unlink()
+    run_study(study, ["grpo"], 1, busy=True)
+    assert started[-1] == "grpo None 0 busy"
 
 
 def test_what_was_made_with_other_settings_or_from_another_base_is_done_anew_and_said(

@@ -140,7 +140,7 @@ def test_every_method_takes_two_steps(tmp_path: Path, method: str) -> None:
     assert not torch.equal(before, weights(made))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
-    assert rows[0]["sampler_gap"] < (0.2 if method == "bf16" else 1e-5), "the first ratio is 1"
+    assert rows[0]["sampler_gap"] < (0.3 if method == "bf16" else 1e-5), "the first ratio is 1"  # a maximum
     assert ("divergence" in rows[0]) == (method not in ("grpo", "dapo", "dr_grpo", "dual_clip", "eta_zero"))
     assert all(abs(value) < 1e6 for row in rows for value in row.values())
 
@@ -289,6 +289,24 @@ def test_new_answers_to_rehearsed_prompts_have_a_ratio_of_one_in_bf16_too(tmp_pa
             scored = score_rollouts(made.policy.model, rollouts, 1.0, made.config.train.microbatch_tokens)
         for rollout, again in zip(rollouts, scored, strict=True):
             assert rollout.logprobs == pytest.approx(again.logprobs, abs=0.05)
+
+
+@pytest.mark.parametrize("method", ["grpo", "definition", "rkl_exact"])
+def test_a_step_of_one_update_takes_pi_old_from_its_own_pass(tmp_path: Path, method: str) -> None:
+    """In place of scoring it anew, which costs a forward pass: the same update, since pi_old is the policy itself."""
+    options = {**METHODS, "definition": [*JS, "--loss.samples=both"]}[method]
+    moved, scored = [], []
+    for name, others in {"own": [], "anew": ["--train.record_rollouts=true"]}.items():
+        made = trainer(tmp_path / name, *options, "--train.updates_per_step=1", *others)
+        made.state.trust_sampler = False  # as in bf16, where sampler and scorer round differently
+        before = weights(made)
+        with mock.patch("dph.collector.score_rollouts", wraps=score_rollouts) as calls:
+            made.train_step()
+        moved.append(weights(made) - before)
+        scored.append(calls.call_count)
+    assert scored[1] - scored[0] == 1
+    assert moved[0].abs().max() > 1e-4
+    torch.testing.assert_close(moved[0], moved[1], atol=1e-6, rtol=1e-3)
 
 
 def test_warm_up_is_linear(tmp_path: Path) -> None:
