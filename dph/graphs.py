@@ -10,7 +10,7 @@ The plain form is `model.logits(model(tokens, cache)[:, 0])`. A CPU does just th
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class RecordedSteps:
         self.model = model
         self.cache = cache
         self.recordings: dict[tuple[int, int], Recording] = {}  # by rows and columns
-        self.pool: tuple[int, int] | None = None  # the recordings' memory between kernels: one plays at a time
+        self.pool: Any = None  # the memory between their kernels: they share it, since one plays at a time
 
     def logits(self, tokens: Tensor) -> Tensor:
         """One step: each row's last token (R, 1) -> logits of its next one (R, V), which the next step overwrites.

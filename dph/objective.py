@@ -75,7 +75,7 @@ class Objective:
         values = losses.clipped_loss(scores.logprobs, old_logprobs, advantages, mask, *clip, settings.dual_clip)
         low, high = losses.clipped_fractions(scores.logprobs, old_logprobs, advantages, mask, *clip)
         meter.add_tokens(mask, loss_exp=values, clip_low_fraction=low, clip_high_fraction=high)
-        if settings.entropy:
+        if scores.entropy is not None:
             values = values - settings.entropy * scores.entropy
         return losses.aggregate(values, mask, settings.aggregation, denominator)
 

@@ -87,7 +87,7 @@ def exploration(
     show("rewards", rewards)
     show("advantages", advantages)
     batch = collate([a.rollout for a in answers], "cpu")
-    logprobs, entropy, *_ = token_logprobs(policy.model, batch, config.sampling.temperature)
+    logprobs, entropy, *_ = token_logprobs(policy.model, batch, config.sampling.temperature, entropy=True)
     print("```")
     stop(6, "Scores", "One function scores π_θ, π_old and π_ref (`scoring.token_logprobs`); before an update ρ = 1.")
     show("log pi_theta", logprobs)

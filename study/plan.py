@@ -68,6 +68,7 @@ class SetTable:
     title: str = key("", "its name in tables and pictures; default: NAME")
     in_domain: bool = key(False, "whether it is the one set whose questions are like those of training")
     chooses: bool = key(False, "whether it is the one set that chooses each method's value, and shows in no table")
+    graded: bool = key(True, "whether answers can be right; if not, KL alone is reported")
     kl: bool = key(False, "whether KL to the base is measured on the policy's own answers")
     votes: bool = key(False, "whether answers are grouped by what they say, for majority votes")
     seeds: int = key(0, "measured at seeds 0 ... SEEDS-1 alone; 0: at every seed", low=0)
@@ -172,6 +173,8 @@ def _sets(tables: Mapping[str, Any]) -> dict[str, SetTable]:
         for mark in ("in_domain", "chooses", "kl", "votes"):
             if each.text and getattr(each, mark):
                 raise UserError(f"sets.{name}.{mark} = true should be false: a text has no answers")
+        if not each.graded and (each.in_domain or each.chooses or each.votes or not each.kl):
+            raise UserError(f"sets.{name}.graded = false should stand at a set that is there for kl = true alone")
         if each.seeds and (each.in_domain or each.chooses):
             raise UserError(f"sets.{name}.seeds = {each.seeds} should be 0: this set is needed at every seed")
         sets[name] = replace(each, title=each.title or name)

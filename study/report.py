@@ -33,7 +33,7 @@ still solved; explore: the share of the others that are now solved; "solved" by 
 the styles of a question's answers; top style: the share of the commonest.
 """
 COST = """Medians over a run's steps, means over seeds. "runs at a time": how many runs of the study shared the machine.
-Where that is not known or differs stands a –, and no seconds are given. Memory is the largest of the training process.
+Where that is not known or differs, no seconds are given. Memory is the largest of the training process.
 
 """
 PAIRED = "The same questions of the same seeds; bold where the interval leaves out 0.\n\n"

@@ -55,10 +55,9 @@ class Results:
 
     @property
     def domains(self) -> dict[str, SetTable]:
-        """The sets of questions, without the one that chooses and those for majority votes."""
-        return {
-            name: each for name, each in self.study.sets.items() if each.source and not (each.chooses or each.votes)
-        }
+        """The sets of graded questions, without the one that chooses and those for majority votes."""
+        found = {name: each for name, each in self.study.sets.items() if each.source and each.graded}
+        return {name: each for name, each in found.items() if not (each.chooses or each.votes)}
 
     @property
     def texts(self) -> dict[str, SetTable]:

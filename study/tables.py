@@ -23,13 +23,14 @@ from study.statistics import crossing, estimate
 KS = (1, 4, 8, 16, 32, 64)
 MANY_KS = (1, 4, 16, 64, 256)
 PHASES = ("sample_and_grade", "score", "train")  # of a step
+NOTHING_SAID = ("", "–")
 Row = dict[str, str]  # of a table: cells by column
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table; its columns are those of the first row."""
-    columns = list(rows[0]) if rows else []
-    cells = [columns, ["---"] * len(columns), *(list(row.values()) for row in rows)]
+    """A table; its columns are those of the first row, without those in which no row says anything."""
+    columns = [name for name in (rows[0] if rows else ()) if any(row[name] not in NOTHING_SAID for row in rows)]
+    cells = [columns, ["---"] * len(columns), *([row[name] for name in columns] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 

@@ -36,7 +36,7 @@ def test_answers_are_those_of_plain_steps(model: Decoder, rows: int, top_p: floa
     assert [r.tokens for r in recorded] == [r.tokens for r in plain]
     for one, other in zip(recorded, plain, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-6)
-    assert max(len(r.tokens) for r in plain) > RECORDED_COLUMNS, "the columns must run out"
+    assert sum(len(r.tokens) for r in plain) > 3 * RECORDED_COLUMNS, "on few rows the columns must run out"
 
 
 def test_there_are_few_shapes_however_answers_end(model: Decoder) -> None:

@@ -220,6 +220,11 @@ def test_a_result_under_a_keys_old_name_is_not_stale(study: Study) -> None:
         ("in_domain = true", "", "sets: in_domain = true should stand at one set; it stands at none"),
         ("kl = true", "chooses = true", "sets: chooses = true should stand at one set; it stands at test, validation"),
         ("in_domain = true", "in_domain = true\nseeds = 1", "sets.test.seeds = 1 should be 0"),
+        (
+            "kl = true",
+            "kl = true\ngraded = false",
+            "sets.test.graded = false should stand at a set that is there for kl",
+        ),
         ('field = "question"', 'source = "x:y"', "sets.words: source = 'x:y' or text = "),
         ('field = "question"', "votes = true", "sets.words.votes = true should be false: a text has no answers"),
         (
@@ -345,7 +350,7 @@ def test_every_table_and_picture_comes_of_real_files(study: Study) -> None:
     grpo = next(each for each in results.settings if each.method == "grpo")
     assert difference(grpo, results.base, "test", "pass@8") == (0, 0, 0)
     assert difference(grpo, results.base, "words", "logprob") == (0, 0, 0)
-    assert "| grpo |  | 0.0000 [0.0000, 0.0000] |" in (study.results.parent / "tables_kl.md").read_text()
+    assert "| grpo | 0.0000 [0.0000, 0.0000] |" in (study.results.parent / "tables_kl.md").read_text()
 
 
 def test_a_set_may_be_measured_at_the_first_seeds_alone(study: Study) -> None:

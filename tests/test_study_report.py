@@ -262,7 +262,20 @@ def test_a_text_has_a_table_of_its_own_and_what_was_not_measured_is_a_dash(repor
     assert rows["grpo", ""]["words"].startswith("-1.500 ±")
     assert rows["dph_f", "eta = 2"]["words"] == "–"
     assert rows_of(kl_tables(results), "## KL")["grpo", ""]["words, log-likelihood"] == "+0.000 [+0.000, +0.000]"
-    assert rows_of(kl_tables(results), "## KL")["grpo", ""]["KL, in domain"] == "–"
+    assert "KL, in domain" not in rows_of(kl_tables(results), "## KL")["grpo", ""], "no run holds it"
+
+
+def test_a_set_without_right_answers_shows_its_kl_alone(report: Path) -> None:
+    chats = SetTable(source="x:c", title="chats", graded=False, kl=True)
+    path = report / "runs" / "dph_f-eta2-seed0.json"
+    found = json.loads(path.read_text())
+    answers = {"source": "x:c", **a_set(1, [0, 0], [0, 0], [[0], [0]]), "kl": [0.25, 0.75]}
+    write_result(path, {**found, "sets": {**found["sets"], "chats": answers}})
+    results = load_results(a_study(report, chats=chats))
+    assert "chats" not in main_tables(results)
+    row = rows_of(kl_tables(results), "## KL")["dph_f", "eta = 2"]
+    assert row["KL, chats"].startswith("0.5000 [")
+    assert [name for name in row if "chats" in name] == ["KL, chats"]
 
 
 # Many tries
@@ -377,7 +390,7 @@ def test_equal_kl_is_found_on_straight_lines_in_logarithms(report: Path) -> None
     row = next(line for line in text.splitlines() if line.startswith("| rkl | 1 | 0.2000 | 1 |"))
     assert row.split(" | ")[4].startswith("+0.063 [")  # (32 + 40) / 2 of 64, minus 32
     with_kl(report, {"grpo": 0.8})
-    assert "| rkl | 1 | 0.8000 | outside the sweep, whose KL goes from 0.4000 to 0.1000 | – |" in kl_tables(
+    assert "| rkl | 1 | 0.8000 | outside the sweep, whose KL goes from 0.4000 to 0.1000 |" in kl_tables(
         load_results(study)
     )
 
