@@ -153,7 +153,7 @@ def sampling(size: Sizes, plan: Plan) -> dict[str, float]:
     """The KV cache: 2 L K numbers a column and row; a layer's keys are copied when it is laid out anew.
 
     A prefill has its own cache, and the widest part of a layer. A draw has logits and probabilities in fp32, and where
-    the vocabulary is no multiple of a block, those once more.
+    the vocabulary is no multiple of a block, those once more. Recorded steps leave their logits in one more place.
     """
     columns = cache_columns(plan.prompt + plan.answer, RECORDED_COLUMNS if plan.graphs else COLUMNS)
     a_token = 2 * size.layers * size.keys * plan.compute
@@ -164,6 +164,7 @@ def sampling(size: Sizes, plan: Plan) -> dict[str, float]:
         "KV cache": cache + cache / (2 * size.layers),
         "prefill": prefilled * (a_token + plan.compute * (3 * size.mlp + 3 * size.hidden)),
         "draw": plan.max_rows * size.vocabulary * (plan.compute + 3 * FP32),
+        "recorded logits": plan.max_rows * size.vocabulary * plan.compute if plan.graphs else 0,
     }
 
 

@@ -34,6 +34,7 @@ class RecordedSteps:
         self.model = model
         self.cache = cache
         self.recordings: dict[tuple[int, int], Recording] = {}  # by rows and columns
+        self.logits_of_all: Tensor | None = None  # (R, V) of the first recording: rows only become fewer
         self.pool: Any = None  # the memory between their kernels: they share it, since one plays at a time
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -56,17 +57,20 @@ class RecordedSteps:
         What it writes into the cache's next column, the step itself will overwrite.
         """
         tokens = tokens.clone()
-        logits = self._step(tokens)
+        made = self._step(tokens)
+        if self.logits_of_all is None:
+            self.logits_of_all = torch.empty_like(made)
+        logits = self.logits_of_all[: len(tokens)]  # one memory for all recordings
+
+        def step() -> None:
+            logits.copy_(self._step(tokens))
+
         if not tokens.is_cuda:
-
-            def play() -> None:
-                logits.copy_(self._step(tokens))
-
-            return Recording(tokens, play, logits)
+            return Recording(tokens, step, logits)
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):  # on a stream of its own
-            logits = self._step(tokens)
+            step()
         return Recording(tokens, graph.replay, logits)
 
     def _step(self, tokens: Tensor) -> Tensor:

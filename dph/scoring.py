@@ -156,14 +156,14 @@ class _Head(torch.autograd.Function):
             if to_rest is not None:
                 dz.add_(to_rest)
             dz = dz.to(ctx.cast)
-            del logprobs, to_rest  # before the next chunk's are made
+            del logprobs, to_rest
             grad_states.append(dz @ matrix)
-            if grad_weight is None:
-                continue
-            if ctx.cast == grad_weight.dtype:
-                grad_weight.addmm_(dz.T, cast_states[rows])
-            else:
-                grad_weight += dz.T @ cast_states[rows]
+            if grad_weight is not None:
+                if ctx.cast == grad_weight.dtype:
+                    grad_weight.addmm_(dz.T, cast_states[rows])
+                else:
+                    grad_weight += dz.T @ cast_states[rows]
+            del dz  # before the next chunk's are made
         return torch.cat(grad_states).to(states.dtype), grad_weight, None, None
 
 

@@ -8,15 +8,17 @@ How to read it: the graders first, then a function for each list of questions.
 """
 
 import re
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dph.tasks import Reward, read_rows
-from study.words import ADJECTIVES, CATEGORIES, EVERYDAY, NOUNS, OPPOSITES, RHYMES, TOPICS
+from study.words import ADJECTIVES, CATEGORIES, EVERYDAY, NOUNS, OPPOSITES, RHYMES, TOPICS, singular
 
 LONGEST_NAMING = 12  # words of an answer that names something; more is a list or an essay
+DENIALS = ("no", "not", "isn't", "aren't", "never")
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,16 @@ def last_number(value: int, text: str) -> Reward:
 
 def calculation(value: dict[str, Any], text: str) -> Reward:
     """One calculation of two numbers with this result: "5 + 7" or "5 + 7 = 12"; its parts may be any."""
-    sign = re.escape(value["sign"])
-    found = re.findall(rf"(\d{{1,6}}) *{sign} *(\d{{1,6}})(?: *= *(\d{{1,6}}))?", text.replace("×", "*"))
-    if not found:
+    parts = re.findall(r"\d{1,9}(?:\.\d{1,9})?|[-+*=]", text.replace("×", "*").replace("−", "-"))
+    if len(parts) < 3:
         return Reward.of("no_answer")
-    left, right, said = found[0]
+    left, sign, right, *rest = parts
+    judged = " ".join(parts)
+    if not (left.isdigit() and right.isdigit() and sign == value["sign"]):
+        return verdict(False, judged)
     a, b = int(left), int(right)
-    made = {"+": a + b, "-": a - b, "*": a * b}[value["sign"]]
-    holds = made == value["result"] and said in ("", str(made))
-    return verdict(len(found) == 1 and holds, f"{a} {value['sign']} {b}")
+    made = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    return verdict(made == value["result"] and rest in ([], ["=", str(made)]), f"{a} {sign} {b}")
 
 
 def one_number(value: dict[str, Any], text: str) -> Reward:
@@ -94,12 +97,19 @@ def one_of(value: Sequence[str], text: str) -> Reward:
 
 
 def member(value: dict[str, Any], text: str) -> Reward:
-    """The answer names one word of `accepted` and none of `refused`, in at most a short sentence."""
+    """The answer names one entry of `accepted` and none of `refused`, and denies nothing, in at most a short sentence.
+
+    An entry may go by several names, joined by a slash; plurals count. No name has the letter that it `lacks`.
+    """
     said = words_of(text)
-    named = sorted({word for word in said if word in value["accepted"]})
-    if not named:
+    entries = {singular(name): entry for entry in value["accepted"] for name in entry.split("/")}
+    refused = {singular(name) for entry in value["refused"] for name in entry.split("/")}
+    names = [word for word in said if singular(word) in entries]
+    if not names:
         return Reward.of("no_answer")
-    clean = not any(word in value["refused"] for word in said)
+    named = sorted({entries[singular(name)] for name in names})
+    clean = not any(singular(word) in refused or word in DENIALS for word in said)
+    clean = clean and not any(value.get("lacks", " ") in name for name in names)
     return verdict(clean and len(named) == 1 and len(said) <= LONGEST_NAMING, " ".join(named))
 
 
@@ -123,14 +133,15 @@ def in_order(value: Sequence[str], text: str) -> Reward:
 def sentence(value: dict[str, Any], text: str) -> Reward:
     """One whole sentence on one line that keeps the rules of `value`.
 
-    The rules: `marks`, one of which it ends with and has nowhere else; `least` words; a word that it `has`; its `last`.
+    The rules: `marks`, one of which it ends with and has nowhere else; `least` different words; a word that it `has`;
+    its `last`. It does not speak of the word as a word, as an echo of the question does.
     """
     said = words_of(text)
     if not said:
         return Reward.of("no_answer")
     line = text.strip().strip('"')
-    kept = line[-1:] in tuple(value["marks"]) and len(re.findall(r"[.!?](?= |$)", line)) == 1 and "\n" not in line
-    kept = kept and len(said) >= value["least"]
+    kept = line[-1:] in tuple(value["marks"]) and len(re.findall(r"[.!?]", line)) == 1 and "\n" not in line
+    kept = kept and len(set(said)) >= value["least"] and "word" not in said
     kept = kept and value.get("has", said[0]) in said
     kept = kept and value.get("last", said[-1]) == said[-1]
     return verdict(kept, " ".join(said))
@@ -141,7 +152,8 @@ def so_many(value: int, text: str) -> Reward:
     said = words_of(text)
     if not said:
         return Reward.of("no_answer")
-    return verdict(len(said) == value and "\n" not in text.strip(), " ".join(said))
+    clean = "\n" not in text.strip() and not re.search(r"\d", text)  # "24" would be a word that is not counted
+    return verdict(len(said) == value and clean, " ".join(said))
 
 
 def ungraded(value: str, text: str) -> Reward:
@@ -214,20 +226,27 @@ def naming_another() -> list[Question]:
     made = []
     for category, members in CATEGORIES.items():
         for taken in members[:24]:
-            value = {"accepted": [word for word in members if word != taken], "refused": [taken]}
-            made.append(Question(f"Name {article(category)} other than {taken}.", value, f"{category} {taken}"))
+            value = {"accepted": [entry for entry in members if entry != taken], "refused": [taken]}
+            name = taken.split("/")[0]
+            made.append(Question(f"Name {article(category)} other than {name}.", value, f"{category} {name}"))
     return made
+
+
+def keeping(names: set[str], entries: Sequence[str]) -> list[str]:
+    """The entries with those of their names that are among `names`, without entries that have none."""
+    found = ["/".join(name for name in entry.split("/") if name in names) for entry in entries]
+    return [entry for entry in found if entry]
 
 
 def by_letter() -> list[Question]:
     """Name an animal that begins with B, where there are two or more."""
     made = []
     for category, members in CATEGORIES.items():
-        for letter in sorted({word[0] for word in members}):
-            fitting = [word for word in members if word[0] == letter]
-            others = [word for word in members if word[0] != letter]
-            if len(fitting) >= 2:
-                value = {"accepted": fitting, "refused": others}
+        names = {name for entry in members for name in entry.split("/")}
+        for letter in string.ascii_lowercase:
+            fitting = {name for name in names if name[0] == letter}
+            value = {"accepted": keeping(fitting, members), "refused": keeping(names - fitting, members)}
+            if len(value["accepted"]) >= 2:
                 question = f"Name {article(category)} that begins with {letter.upper()}."
                 made.append(Question(question, value, f"{category} {letter}"))
     return made
@@ -237,12 +256,13 @@ def without_letter() -> list[Question]:
     """Name an animal whose name lacks a letter."""
     made = []
     for category, members in CATEGORIES.items():
-        for letter in "aeiorstn":
-            fitting = [word for word in members if letter not in word]
-            if len(fitting) >= 3:
-                value = {"accepted": fitting, "refused": [word for word in members if letter in word]}
+        names = {name for entry in members for name in entry.split("/")}
+        for letter in "aeiortn":  # s, too, would tell plurals apart
+            fitting = {name for name in names if letter not in name}
+            value = {"accepted": keeping(fitting, members), "refused": keeping(names - fitting, members)}
+            if len(value["accepted"]) >= 3:
                 question = f"Name {article(category)} without the letter {letter}."
-                made.append(Question(question, value, f"{category} {letter}"))
+                made.append(Question(question, value | {"lacks": letter}, f"{category} {letter}"))
     return made
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from study.results import Results, Setting, common_seeds, pass_score, seeds_with, step_seconds, values
+from study.results import Results, Setting, common_seeds, pass_score, seeds_with, step_seconds, tells_ways, values
 from study.statistics import (
     NOTHING,
     Array,
@@ -47,6 +47,8 @@ def remembered(results: Results) -> dict[str, tuple[str, str]]:
     for name, each in results.domains.items():
         score = pass_score(results.base, name, TRIES)
         measures[f"{each.title}, {score}"] = (name, score)
+        if tells_ways(results, name):
+            measures[f"{each.title}, bits"] = (name, "bits")
     for name, each in results.texts.items():
         measures[f"{each.title}, log-likelihood"] = (name, "logprob")
     return measures
@@ -65,7 +67,7 @@ def points(results: Results, kl_set: str, name: str, score: str) -> Points:
             kl = float(values(setting, kl_set, "kl", [seed]).mean())
             if not kl > 0:  # nor where an older result does not hold it
                 continue
-            change = values(setting, name, score, [seed]).mean() - values(results.base, name, score, [seed]).mean()
+            change = np.nanmean(values(setting, name, score, [seed]) - values(results.base, name, score, [seed]))
             methods.append(setting.method)
             seeds.append(seed)
             kls.append(kl)
@@ -188,11 +190,14 @@ def _kl(log: float) -> str:
 
 
 def _minus(results: Results, place: Between | None, reference: Setting, seeds: Sequence[int]) -> Row:
-    """pass@1 and pass@16 of each domain and seconds a step, minus the reference's at the same seeds."""
+    """pass@1, pass@16 and bits of each domain and seconds a step, minus the reference's at the same seeds."""
     row = {}
     for name, each in results.domains.items():
         mine = [seed for seed in seeds if seed in seeds_with(reference, name)]
-        for score in (pass_score(reference, name, 1), pass_score(reference, name, TRIES)):
+        scores = [pass_score(reference, name, 1), pass_score(reference, name, TRIES)]
+        if tells_ways(results, name):
+            scores.append("bits")
+        for score in scores:
             found = NOTHING
             if place is not None and mine:
                 found = estimate(place.at(name, score, mine) - values(reference, name, score, mine))

@@ -46,7 +46,7 @@ KL_ANSWERS = 8  # of each question's answers, on which KL to the base is measure
 TEXT_TOKENS = 256  # of each text
 
 
-def train(run: Run) -> None:
+def train(run: Run, busy: bool) -> None:
     """Does what the command train.py does, in this process, unless that is done; what it took into usage.json."""
     usage = run.config.run_folder / "usage.json"
     if usage.exists():
@@ -55,7 +55,7 @@ def train(run: Run) -> None:
     sys.argv = [str(TRAIN), *run.command]
     runpy.run_path(str(TRAIN), run_name="__main__")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    write_text(usage, json.dumps({"seconds": time.monotonic() - began, "peak_bytes": peak}) + "\n")
+    write_text(usage, json.dumps({"seconds": time.monotonic() - began, "peak_bytes": peak, "busy": busy}) + "\n")
 
 
 def measure(study: Study, run: Run, busy: bool = False) -> None:
@@ -74,7 +74,7 @@ def measure(study: Study, run: Run, busy: bool = False) -> None:
     found["commit"] = _commit()
     found["torch"] = torch.__version__
     if run.method == BASE:
-        usage: dict[str, Any] = {"seconds": 0.0, "peak_bytes": 0}
+        usage: dict[str, Any] = {"seconds": 0.0, "peak_bytes": 0, "busy": busy}
     else:
         newest = newest_checkpoint(config.run_folder)
         assert newest is not None, f"{config.run_folder} holds no checkpoint"
@@ -83,7 +83,7 @@ def measure(study: Study, run: Run, busy: bool = False) -> None:
         usage = read_json(config.run_folder / "usage.json")
     wanted = {name: each for name, each in study.sets.items() if each.at(run.seed)}
     found["sets"] = {name: _set(policy, base, each, config) for name, each in wanted.items()}
-    found["workers"] = None if busy else study.table.workers
+    found["workers"] = None if busy or usage.get("busy") else study.table.workers
     found["peak_bytes"] = usage["peak_bytes"]
     found["wall_seconds"] = round(usage["seconds"] + time.monotonic() - began, 1)
     found["settings"] = run.settings
@@ -126,7 +126,8 @@ def _set(policy: Policy, base: Decoder, wanted: SetTable, config: Config) -> dic
 def _answers(policy: Policy, base: Decoder, wanted: SetTable, config: Config) -> dict[str, Any]:
     """One set's {"source", "n", "correct", "greedy", "styles"}: a number, or a count of each style, a question.
 
-    Also "kl", nats a token, a question, and "votes": [answers that gave it, is it right] of each vote, a question.
+    Also of each question "kl", nats a token; "forms", how many answers gave each different right answer; and "votes",
+    [answers that gave it, is it right] of each vote.
     """
     task = open_task(wanted.source, config)
     data = tokenize(task, policy.tokenizer, config)
@@ -143,8 +144,12 @@ def _answers(policy: Policy, base: Decoder, wanted: SetTable, config: Config) ->
         rollouts = [got.rollout for got in answers if got.rollout.sample < KL_ANSWERS]
         distances = kl_to_base(policy.model, base, rollouts, config)
         found["kl"] = [round(distances[prompt.index], 6) for prompt in data.prompts]
-    if wanted.votes:
-        found["votes"] = [count_votes(task, prompt, of_prompt[prompt.index]) for prompt in data.prompts]
+    if wanted.forms or wanted.votes:
+        votes = [count_votes(task, prompt, of_prompt[prompt.index]) for prompt in data.prompts]
+        if wanted.votes:
+            found["votes"] = votes
+        if wanted.forms:
+            found["forms"] = [[count for count, right in each if right] for each in votes]
     task.close()
     return found
 
@@ -193,7 +198,7 @@ def main(file: str, method: str, value: str, seed: str, busy: str = "") -> None:
     study = load_study(Path(file))
     run = make_run(study, (method, None if value == "None" else float(value)), int(seed))
     if method != BASE:
-        train(run)
+        train(run, bool(busy))
     measure(study, run, bool(busy))
 
 

@@ -70,6 +70,7 @@ class SetTable:
     chooses: bool = key(False, "whether it is the one set that chooses each method's value, and shows in no table")
     graded: bool = key(True, "whether answers can be right; if not, KL alone is reported")
     kl: bool = key(False, "whether KL to the base is measured on the policy's own answers")
+    forms: bool = key(False, "whether a question's different right answers are counted")
     votes: bool = key(False, "whether answers are grouped by what they say, for majority votes")
     seeds: int = key(0, "measured at seeds 0 ... SEEDS-1 alone; 0: at every seed", low=0)
 
@@ -78,7 +79,8 @@ class SetTable:
         """All that decides what is measured, in words; a result that was measured otherwise is stale."""
         if self.text:
             return f"{self.text}, {self.field}, {self.rows} rows"
-        return f"{self.source}, {self.samples} samples" + ", kl" * self.kl + ", votes" * self.votes
+        marks = ", kl" * self.kl + ", forms" * self.forms + ", votes" * self.votes
+        return f"{self.source}, {self.samples} samples{marks}"
 
     def at(self, seed: int) -> bool:
         """Whether it is measured at a seed."""
@@ -170,7 +172,7 @@ def _sets(tables: Mapping[str, Any]) -> dict[str, SetTable]:
             raise UserError(f"sets.{name}: source = {each.source!r} or text = {each.text!r} should be given, not both")
         if each.source:
             parse_source(each.source)
-        for mark in ("in_domain", "chooses", "kl", "votes"):
+        for mark in ("in_domain", "chooses", "kl", "forms", "votes"):
             if each.text and getattr(each, mark):
                 raise UserError(f"sets.{name}.{mark} = true should be false: a text has no answers")
         if not each.graded and (each.in_domain or each.chooses or each.votes or not each.kl):

@@ -21,6 +21,7 @@ from study.tables import KS
 
 COLOURS = [*plt.get_cmap("tab10").colors, *plt.get_cmap("Dark2").colors]  # type: ignore[attr-defined]
 MARKERS = "osD^vP*X<>"
+ACROSS = 4  # panels in a row
 Looks = dict[str, dict[str, Any]]  # colour and marker of each method
 
 
@@ -62,9 +63,14 @@ def _pass_at_k(results: Results, looks: Looks) -> Any:
 
 
 def _panels(count: int) -> tuple[Any, list[Any]]:
-    """A figure with panels side by side."""
-    figure, panels = plt.subplots(1, count, figsize=(4.4 * count, 4), layout="constrained", squeeze=False)
-    return figure, list(panels[0])
+    """A figure with panels side by side, at most ACROSS in a row."""
+    columns = min(count, ACROSS)
+    rows = -(-count // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(4.4 * columns, 4 * rows), layout="constrained", squeeze=False)
+    panels = list(grid.flat)
+    for empty in panels[count:]:
+        empty.set_visible(False)
+    return figure, panels[:count]
 
 
 def _pareto(results: Results, looks: Looks) -> Any:

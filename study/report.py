@@ -29,8 +29,8 @@ Written by `python -m study.run --report` from the files in runs/; not by hand.
 
 A number is the mean over all questions of all seeds ± half its 95 % interval (hierarchical bootstrap over seeds and
 questions). pass@k is of {n} answers a question in domain. keep: the share of the questions solved by the base that are
-still solved; explore: the share of the others that are now solved; "solved" by at least one answer. bits: entropy of
-the styles of a question's answers; top style: the share of the commonest.
+still solved; explore: the share of the others that are now solved; "solved" by at least one answer. bits: entropy of a
+question's different right answers, or else of the styles of its answers; commonest: the share of the commonest.
 """
 COST = """Medians over a run's steps, means over seeds. "runs at a time": how many runs of the study shared the machine.
 Where that is not known or differs, no seconds are given. Memory is the largest of the training process.

@@ -123,8 +123,9 @@ def values(setting: Setting, name: str, score: str, seeds: Iterable[int] | None 
     """One score of every question of a set, (seeds, questions).
 
     Args:
-        score: "greedy"; "pass@K"; "maj@K"; "bits", the entropy of the answers' styles, and "top", the commonest
-            style's share, both NaN where no answer is in any style; "kl", KL to the base in nats a token; "logprob",
+        score: "greedy"; "pass@K"; "maj@K"; "forms", how many different right answers; "bits", the entropy of the
+            different right answers or else of the answers' styles, and "top", the commonest's share, both NaN where no
+            answer is right or in any style; "kl", KL to the base in nats a token; "logprob",
             the mean log-probability of a text's tokens. NaN where a result does not hold it.
         seeds: which; None: all at which the setting was measured on the set.
     """
@@ -143,13 +144,25 @@ def _score(found: Mapping[str, Any], score: str) -> Array:
         groups = found["votes"]
         return np.array([majority(mine, found["n"], int(number), stream) for mine in groups], dtype=np.float64)
     if kind in ("bits", "top"):
-        styles: Array = np.array(found["styles"], dtype=np.float64)  # (questions, styles)
-        with np.errstate(invalid="ignore"):
-            shares = styles / styles.sum(1, keepdims=True)
-        terms = -shares * np.log2(np.where(shares == 0, 1.0, shares))
-        return np.array(terms.sum(1) if kind == "bits" else shares.max(1))
+        return np.array([_spread(kind, counts) for counts in found.get("forms", found["styles"])])
+    if kind == "forms" and "forms" in found:
+        return np.array([len(counts) for counts in found["forms"]], dtype=np.float64)
     questions = len(found["logprob"] if "logprob" in found else found["correct"])
     return np.array(found.get(kind, [np.nan] * questions), dtype=np.float64)
+
+
+def _spread(kind: str, counts: Sequence[int]) -> float:
+    """Entropy in bits, or the commonest's share, of answers counted by what they say; NaN where there are none."""
+    found = np.array([count for count in counts if count], dtype=np.float64)
+    if not len(found):
+        return np.nan
+    shares = found / found.sum()
+    return float(-(shares * np.log2(shares)).sum() if kind == "bits" else shares.max())
+
+
+def tells_ways(results: Results, name: str) -> bool:
+    """Whether a set tells ways to answer apart, so that its answers have an entropy."""
+    return not np.isnan(values(results.base, name, "bits")).all()
 
 
 @cache

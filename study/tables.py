@@ -15,6 +15,7 @@ from study.results import (
     samples,
     seeds_with,
     step_seconds,
+    tells_ways,
     validation_score,
     values,
 )
@@ -40,7 +41,7 @@ def row_of(setting: Setting) -> Row:
 
 
 def scores(base: Setting, setting: Setting, name: str) -> Row:
-    """Greedy, pass@k, keep, explore and styles of one set."""
+    """Greedy, pass@k, keep, explore and ways to answer of one set."""
     row = row_of(setting) | {"seeds": str(len(seeds_with(setting, name)))}
     n = samples(base, name)
     for score in ("greedy", *(f"pass@{k}" for k in KS if k <= n)):
@@ -48,8 +49,8 @@ def scores(base: Setting, setting: Setting, name: str) -> Row:
     keep, explore = keep_explore(base, setting, name)
     row["keep"] = "" if setting is base else str(keep)
     row["explore"] = "" if setting is base else str(explore)
-    row["bits"] = str(estimate(values(setting, name, "bits")))
-    row["top style"] = str(estimate(values(setting, name, "top")))
+    for column, score in (("different right", "forms"), ("bits", "bits"), ("commonest", "top")):
+        row[column] = str(estimate(values(setting, name, score)))
     return row
 
 
@@ -77,12 +78,14 @@ def costs(setting: Setting) -> Row:
 
 
 def differences(results: Results, setting: Setting, against: Setting) -> Row:
-    """pass@1, pass@16 and pass@64 of each domain, minus those of `against`."""
+    """pass@1, pass@16, pass@64 and bits of each domain, minus those of `against`."""
     row = row_of(setting)
     for name, each in results.domains.items():
         for k in (1, 16, 64):
             if k <= samples(against, name):
                 row[f"{each.title}, pass@{k}"] = difference(setting, against, name, f"pass@{k}").signed()
+        if tells_ways(results, name):
+            row[f"{each.title}, bits"] = difference(setting, against, name, "bits").signed()
     return row
 
 

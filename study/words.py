@@ -1,7 +1,8 @@
 """Word lists for the skills of families.py: small, common, written for this study.
 
 Each list is what a grader accepts, so it is meant to be nearly complete for common words: a right answer that is
-missing here counts as wrong, for every method alike.
+missing here counts as wrong, for every method alike. What goes by several names or spellings is one entry, the names
+joined by a slash. A plural is the same word (`singular`).
 """
 
 
@@ -9,27 +10,39 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+def singular(word: str) -> str:
+    """A word without the ending of a plural: "cherries" and "cherry" give the same, and so do "tomatoes" and "tomato".
+
+    It is for comparing: "tennis" loses its s, too.
+    """
+    if word.endswith("ies"):
+        return word[:-3] + "y"
+    if word.endswith(("oes", "ches", "shes", "xes")):
+        return word[:-2]
+    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
+
+
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "animal": _words(
-        "dog cat horse cow pig sheep goat lion tiger bear wolf fox deer rabbit mouse rat elephant giraffe zebra "
-        "monkey gorilla chimpanzee kangaroo koala panda penguin eagle owl hawk parrot duck goose chicken turkey "
-        "swan pigeon snake lizard turtle tortoise frog toad crocodile alligator shark whale dolphin seal "
-        "octopus squid crab lobster salmon tuna bee ant spider butterfly camel donkey leopard cheetah jaguar "
-        "hippopotamus hippo rhinoceros rhino squirrel otter beaver raccoon hedgehog bat ostrich flamingo bison "
+        "dog cat horse cow pig sheep goat lion tiger bear wolf/wolves fox deer rabbit mouse/mice rat elephant giraffe "
+        "zebra monkey gorilla chimpanzee kangaroo koala panda penguin eagle owl hawk parrot duck goose/geese "
+        "chicken turkey swan pigeon snake lizard turtle tortoise frog toad crocodile alligator shark whale dolphin "
+        "seal octopus squid crab lobster salmon tuna bee ant spider butterfly camel donkey leopard cheetah jaguar "
+        "hippopotamus/hippo rhinoceros/rhino squirrel otter beaver raccoon hedgehog bat ostrich flamingo bison "
         "buffalo moose hamster hyena sloth bird fish"
     ),
     "fruit": _words(
-        "apple banana orange pear peach plum cherry grape grapes lemon lime mango papaya pineapple strawberry "
+        "apple banana orange pear peach plum cherry grape lemon lime mango papaya pineapple strawberry "
         "raspberry blueberry blackberry kiwi melon watermelon apricot fig date coconut pomegranate grapefruit "
         "tangerine guava cranberry nectarine avocado lychee cantaloupe tomato"
     ),
     "vegetable": _words(
-        "carrot potato onion garlic tomato cucumber lettuce spinach cabbage broccoli cauliflower pea peas bean "
-        "beans corn celery kale beet beetroot radish turnip zucchini eggplant pumpkin squash asparagus leek "
-        "mushroom pepper artichoke carrots potatoes onions tomatoes"
+        "carrot potato onion garlic tomato cucumber lettuce spinach cabbage broccoli cauliflower pea bean "
+        "corn celery kale beet/beetroot radish turnip zucchini eggplant pumpkin squash asparagus leek "
+        "mushroom pepper artichoke"
     ),
     "color": _words(
-        "red blue green yellow orange purple pink brown black white gray grey violet indigo turquoise gold "
+        "red blue green yellow orange purple pink brown black white gray/grey violet indigo turquoise gold "
         "silver beige maroon crimson magenta cyan teal navy lavender scarlet ivory"
     ),
     "country": _words(
@@ -45,21 +58,20 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
         "fencing sailing athletics track lacrosse softball"
     ),
     "musical instrument": _words(
-        "piano guitar violin drum drums flute trumpet clarinet saxophone cello harp trombone tuba oboe banjo "
+        "piano guitar violin drum flute trumpet clarinet saxophone cello harp trombone tuba oboe banjo "
         "viola organ ukulele harmonica bass accordion xylophone keyboard mandolin"
     ),
     "body part": _words(
-        "head arm leg hand foot eye ear nose mouth finger toe knee elbow shoulder neck back chest stomach heart "
-        "brain lung liver hair skin tongue tooth teeth lip chin wrist ankle hip thumb eyes arms legs hands feet "
-        "lungs kidney"
+        "head arm leg hand foot/feet eye ear nose mouth finger toe knee elbow shoulder neck back chest stomach heart "
+        "brain lung liver hair skin tongue tooth/teeth lip chin wrist ankle hip thumb kidney"
     ),
     "piece of clothing": _words(
-        "shirt pants shoes shoe hat coat jacket dress skirt sock socks scarf gloves glove sweater jeans belt "
-        "tie shorts boots boot suit blouse vest cap hoodie underwear trousers cardigan"
+        "shirt pants shoe hat coat jacket dress skirt sock scarf/scarves glove sweater jeans belt "
+        "tie shorts boot suit blouse vest cap hoodie underwear trousers cardigan"
     ),
     "vehicle": _words(
-        "car bus truck bicycle bike motorcycle train plane airplane boat ship van taxi tractor helicopter "
-        "scooter tram subway ambulance submarine wagon automobile"
+        "car/automobile bus truck bicycle/bike motorcycle/motorbike train plane/airplane/aeroplane boat ship van "
+        "taxi tractor helicopter scooter tram subway ambulance submarine wagon"
     ),
     "language": _words(
         "english french german spanish italian portuguese russian chinese japanese korean arabic hindi greek "
@@ -72,18 +84,19 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
     ),
     "planet": _words("mercury venus earth mars jupiter saturn uranus neptune"),
     "metal": _words(
-        "iron gold silver copper aluminum aluminium tin lead zinc nickel steel titanium platinum mercury brass "
+        "iron gold silver copper aluminum/aluminium tin lead zinc nickel steel titanium platinum mercury brass "
         "bronze magnesium chromium tungsten sodium"
     ),
     "tool": _words(
-        "hammer saw drill screwdriver wrench pliers knife axe shovel rake chisel ladder scissors file level hoe spade"
+        "hammer saw drill screwdriver wrench pliers knife/knives axe/ax shovel rake chisel ladder scissors file "
+        "level hoe spade"
     ),
     "flower": _words(
         "rose tulip daisy lily sunflower orchid violet daffodil lavender iris poppy carnation marigold lotus "
         "jasmine peony hibiscus"
     ),
     "drink": _words(
-        "water milk tea coffee juice soda beer wine lemonade cola cocoa smoothie champagne whiskey vodka rum lemonade"
+        "water milk tea coffee juice soda beer wine lemonade cola cocoa smoothie champagne whiskey/whisky vodka rum"
     ),
 }  # fmt: skip
 
@@ -138,4 +151,4 @@ TOPICS = _words(
 
 # Every noun of these lists that stands for a thing, once, for sentences with a given word.
 _THINGS = ("animal", "fruit", "vegetable", "sport", "musical instrument", "vehicle", "metal", "tool", "flower", "drink")
-EVERYDAY = tuple(sorted({*NOUNS, *(word for category in _THINGS for word in CATEGORIES[category])}))
+EVERYDAY = tuple(sorted({*NOUNS, *(entry.split("/")[0] for category in _THINGS for entry in CATEGORIES[category])}))

@@ -1,17 +1,21 @@
 """The budget against the bytes that are alive: three shapes of a model, with the settings that change what is kept."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks.measure import LiveBytes
+from dph import scoring
 from dph.adapter import add_adapters
 from dph.attention import KVCache
 from dph.budget import Plan, fits, held, plan_of, report, sampling, sizes_of, smallest_change, update
 from dph.config import load_config
+from dph.graphs import RecordedSteps
 from dph.model import Decoder
 from dph.model_config import ModelConfig
 from dph.rollouts import Rollout, collate
-from dph.sampler import cache_columns
+from dph.sampler import RECORDED_COLUMNS, cache_columns
 from dph.scoring import token_logprobs
 
 TOKENS, PROMPT, ANSWER = 1024, 28, 100
@@ -88,6 +92,37 @@ def test_the_cache_is_counted_to_the_byte() -> None:
     cache = KVCache.empty(shape("qwen2"), 8, cache_columns(PROMPT + ANSWER), torch.float32, "cpu")
     a_layer = cache.keys[0].nbytes  # copied when the cache is laid out anew
     assert counted == cache.memory.nbytes + a_layer
+
+
+def test_recorded_steps_take_wider_columns_and_a_place_for_their_logits() -> None:
+    size, plain = sizes_of(shape("qwen2")), plan("fp32")
+    recorded = sampling(size, replace(plain, graphs=True))
+    cache = KVCache.empty(shape("qwen2"), 8, cache_columns(PROMPT + ANSWER, RECORDED_COLUMNS), torch.float32, "cpu")
+    assert recorded["KV cache"] == cache.memory.nbytes + cache.keys[0].nbytes
+    steps = RecordedSteps(Decoder(shape("qwen2")), cache)
+    with torch.inference_mode():
+        for rows in (8, 4):  # fewer rows take no memory of their own
+            cache.keys, cache.values = cache.keys[:, :rows], cache.values[:, :rows]
+            cache.starts = cache.starts[:rows]
+            steps.logits(torch.ones(rows, 1, dtype=torch.int64))
+    assert len({each.logits.untyped_storage().data_ptr() for each in steps.recordings.values()}) == 1
+    assert recorded["recorded logits"] == steps.recordings[8, cache.keys.shape[3]].logits.untyped_storage().nbytes()
+    assert sampling(size, plain)["recorded logits"] == 0
+
+
+@pytest.mark.parametrize(("dtype", "bytes_a_logit"), [(torch.float32, 4), (torch.bfloat16, 6)])
+def test_the_heads_gradient_holds_one_chunk_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bytes_a_logit: int
+) -> None:
+    vocabulary, positions, chunks = 4096, 256, 4
+    monkeypatch.setattr(scoring, "LOGIT_FLOATS", vocabulary * positions // chunks)
+    states = torch.randn(positions, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, 8, dtype=dtype)
+    ids = torch.zeros(positions, 1, dtype=torch.int64)
+    logprobs, *_ = scoring._Head.apply(states, weight, ids, False)  # type: ignore[no-untyped-call]
+    with LiveBytes() as live:
+        logprobs.sum().backward()
+    assert live.most < 1.2 * bytes_a_logit * vocabulary * positions / chunks
 
 
 def test_a_smaller_card_asks_for_more_settings() -> None:

@@ -345,6 +345,15 @@ def test_two_losses_see_the_same_recorded_data(tmp_path: Path) -> None:
         beyond.run()
 
 
+def test_recorded_rollouts_are_never_taken_for_the_policys_own(tmp_path: Path) -> None:
+    """Also where a step is one update: another loss has led the policy away from the one that wrote them."""
+    trainer(tmp_path / "a", "--train.record_rollouts=true").run()
+    narrow = ["--loss.clip_high=0.001", "--loss.clip_low=0.001", "--train.updates_per_step=1", "--optim.lr=1e-2"]
+    trainer(tmp_path / "b", *narrow, recorded=tmp_path / "a/run").run()
+    rows = comparable(tmp_path / "b")
+    assert rows[-1]["clip_low_fraction"] + rows[-1]["clip_high_fraction"] > 0.1
+
+
 # A new generator in one place
 
 

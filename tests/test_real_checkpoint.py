@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from dph import attention
 from dph.model_folder import load_model
 from dph.rollouts import collate
 from dph.sampler import SamplingSettings, sample
@@ -40,3 +41,23 @@ def test_greedy_answers_to_sixteen_chats_equal_transformers() -> None:
     with torch.no_grad():
         scored = token_logprobs(model, batch, 1.0).logprobs
     torch.testing.assert_close(scored, batch.logprobs, atol=2e-4, rtol=0)
+
+
+def test_training_in_bf16_is_as_exact_by_the_plain_form_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It rounds products of queries and keys to bf16, as the fused kernel does not; other roundings are larger."""
+    folder = os.environ["DPH_CHECKPOINT"]
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    prompts = [tokenizer.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    asked = [Prompt(index, tokens=tokens) for index, tokens in enumerate(prompts)]
+    settings = SamplingSettings((0, 0, 0), tokenizer.end_ids, 64, temperature=1.0, max_rows=16)
+    batch = collate(sample(model, asked, [[0]] * len(asked), settings), "cpu")
+    gaps = []
+    with torch.no_grad():
+        exact = token_logprobs(model, batch, 1.0).logprobs
+        for longest in (attention.SHORT, 0):
+            monkeypatch.setattr(attention, "SHORT", longest)
+            with torch.autocast("cpu", torch.bfloat16):
+                found = token_logprobs(model, batch, 1.0).logprobs
+            gaps.append((found - exact).abs()[batch.mask].mean().item())
+    print(f"mean distance from fp32's log-probabilities: plain {gaps[0]:.3e}, fused {gaps[1]:.3e}")
+    assert 0 < gaps[0] < 1.1 * gaps[1]

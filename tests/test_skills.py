@@ -18,6 +18,7 @@ from study import candidates
 from study import families as f
 from study.plan import load_study, make_run, pick
 from study.skills import FAMILIES, SPLITS, Skills, questions_of, split_of
+from study.words import CATEGORIES, singular
 from tests.helpers import tiny_folder
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +45,12 @@ CASES: list[tuple[Callable[[Any, str], Reward], Any, str, str]] = [
     (f.calculation, {"sign": "+", "result": 9}, "2 + 8", "wrong"),
     (f.calculation, {"sign": "+", "result": 9}, "2 + 7, 3 + 6", "wrong"),
     (f.calculation, {"sign": "+", "result": 9}, "9", "no_answer"),
+    (f.calculation, {"sign": "-", "result": 6}, "14 − 8 = 6.", "right"),
+    (f.calculation, {"sign": "-", "result": 6}, "-14 - 8", "wrong"),
+    (f.calculation, {"sign": "+", "result": 9}, "4.5 + 4.5", "wrong"),
+    (f.calculation, {"sign": "+", "result": 9}, "1.4 + 5", "wrong"),
+    (f.calculation, {"sign": "+", "result": 9}, "4 + 5 + 1", "wrong"),
+    (f.calculation, {"sign": "+", "result": 9}, "4 + 5 = -9", "wrong"),
     (f.one_number, {"low": 21, "high": 29, "step": 1, "said": [20, 30]}, "25 is between 20 and 30.", "right"),
     (f.one_number, {"low": 21, "high": 29, "step": 1, "said": [20, 30]}, "21, 22", "wrong"),
     (f.one_number, {"low": 21, "high": 29, "step": 1, "said": [20, 30]}, "31", "wrong"),
@@ -61,6 +68,13 @@ CASES: list[tuple[Callable[[Any, str], Reward], Any, str, str]] = [
     (f.member, ANIMAL, "a cat, not a dog", "wrong"),
     (f.member, ANIMAL, "cat" + " and" * f.LONGEST_NAMING, "wrong"),
     (f.member, ANIMAL, "category", "no_answer"),
+    (f.member, ANIMAL, "Cats", "right"),
+    (f.member, ANIMAL, "Dogs and a cat", "wrong"),
+    (f.member, ANIMAL, "It is not a cat.", "wrong"),
+    (f.member, {"accepted": ["plane/airplane", "car"], "refused": []}, "A plane is an airplane.", "right"),
+    (f.member, {"accepted": ["car"], "refused": ["plane/airplane"]}, "Airplanes or a car", "wrong"),
+    (f.member, {"accepted": ["cherry", "plum"], "refused": [], "lacks": "i"}, "A cherry.", "right"),
+    (f.member, {"accepted": ["cherry", "plum"], "refused": [], "lacks": "i"}, "Cherries.", "wrong"),
     (f.spelled, "cat", "c-a-t", "right"),
     (f.spelled, "cat", "C A T", "right"),
     (f.spelled, "cat", "cat", "wrong"),
@@ -72,6 +86,7 @@ CASES: list[tuple[Callable[[Any, str], Reward], Any, str, str]] = [
     (f.so_many, 3, "It makes honey.", "right"),
     (f.so_many, 3, "It makes", "wrong"),
     (f.so_many, 3, "It makes\nhoney", "wrong"),
+    (f.so_many, 3, "Bees fly 24 high.", "wrong"),
     (f.ungraded, "none", "Anything at all.", "wrong"),
 ]
 SENTENCES = [
@@ -81,6 +96,9 @@ SENTENCES = [
     ({"has": "river"}, "The river. It is old.", "wrong"),
     ({"has": "river"}, "The river\nis old.", "wrong"),
     ({"has": "river"}, "River.", "wrong"),
+    ({"has": "river"}, "River river river.", "wrong"),
+    ({"has": "river"}, "Write a short sentence with the word river.", "wrong"),  # the question itself
+    ({"has": "river"}, "The river is old.It is.", "wrong"),
     ({"has": "river"}, "Is the river old?", "wrong"),
     ({"has": "river", "marks": "?"}, "Is the river old?", "right"),
     ({"last": "river"}, "We like the river.", "right"),
@@ -128,13 +146,35 @@ def test_every_worked_example_is_right_by_its_familys_grader(name: str) -> None:
 
 @pytest.mark.parametrize("name", MADE)
 def test_splits_share_no_question_and_no_worked_example(name: str) -> None:
-    about = {split: {(q.about) for q in questions_of(name, split)} for split in SPLITS}
-    texts = {q.text for split in SPLITS for q in questions_of(name, split)}
-    assert (
-        not about["train"] & about["test"] | about["train"] & about["validation"] | about["validation"] & about["test"]
-    )
-    assert not texts & {question for question, _ in FAMILIES[name].shots}
-    assert all(about.values())
+    texts = {split: {q.text for q in questions_of(name, split)} for split in SPLITS}
+    assert sum(map(len, texts.values())) == len(set().union(*texts.values())), "no text stands in two splits"
+    assert all(texts.values())
+    everything = {q.text for q in FAMILIES[name].questions()}
+    examples = {question for question, _ in FAMILIES[name].shots}
+    assert set().union(*texts.values()) == everything - examples
+
+
+def test_no_word_stands_twice_in_a_list() -> None:
+    for category, entries in CATEGORIES.items():
+        names = [singular(name) for entry in entries for name in entry.split("/")]
+        assert len(names) == len(set(names)), category
+
+
+@pytest.mark.parametrize(
+    ("one", "many"),
+    [("cherry", "cherries"), ("tomato", "tomatoes"), ("peach", "peaches"), ("brass", "brass"), ("tennis", "tennis"),
+     ("bus", "bus"), ("eye", "eyes")],
+)  # fmt: skip
+def test_a_plural_is_the_same_word(one: str, many: str) -> None:
+    assert singular(one) == singular(many)
+
+
+def test_what_a_question_excludes_is_refused_under_all_its_names() -> None:
+    asked = {q.text: q.value for name in ("name_other", "name_letter") for q in FAMILIES[name].questions()}
+    assert f.member(asked["Name a color other than gray."], "Grey").outcome != "right"
+    assert f.member(asked["Name a vehicle other than plane."], "An airplane").outcome != "right"
+    assert f.member(asked["Name a vehicle that begins with A."], "An airplane").outcome == "right"
+    assert f.member(asked["Name a vehicle that begins with A."], "A plane").outcome != "right"
 
 
 def test_both_orders_of_a_sum_are_in_one_split() -> None:

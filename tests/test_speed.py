@@ -79,7 +79,7 @@ def test_every_other_way_of_a_decode_step_is_measured(
         operations.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "| ms a step | float32, 4 rows | bfloat16, 4 rows |"
-    assert len(lines) == 3 + 18  # machine, head, rule; a line for each way
+    assert len(lines) == 3 + 18 + 6  # machine, head, rule; a line for each way; and the table of rounding
 
 
 @pytest.mark.parametrize("method", [METHODS["rkl_k3"], [*JS, "--loss.samples=both"]], ids=["rkl", "definition"])

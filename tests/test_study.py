@@ -91,6 +91,7 @@ samples = 8
 title = "in domain"
 in_domain = true
 kl = true
+forms = true
 votes = true
 [sets.cross]
 source = "miniature:cross?count=3"
@@ -311,6 +312,8 @@ def test_a_whole_run_by_its_process_leaves_one_file_that_agrees_with_an_evaluati
     votes = found["sets"]["test"]["votes"]
     assert [sum(n for n, right in each if right) for each in votes] == found["sets"]["test"]["correct"]
     assert all(sum(n for n, _ in each) <= 8 for each in votes)
+    assert found["sets"]["test"]["forms"] == [[n for n, right in each if right] for each in votes]
+    assert "forms" not in found["sets"]["cross"]
     assert found["workers"] == 2
     assert sum(start["sets"]["test"]["correct"]) > 0
     assert sum(map(sum, start["sets"]["test"]["styles"])) > 0
@@ -321,6 +324,9 @@ def test_a_whole_run_by_its_process_leaves_one_file_that_agrees_with_an_evaluati
     usage = read(run.config.run_folder / "usage.json")
     assert found["peak_bytes"] == usage["peak_bytes"] > 1e8
     assert found["wall_seconds"] > usage["seconds"]
+    (run.config.run_folder / "usage.json").write_text(json.dumps({**usage, "busy": True}))
+    measure(study, run)
+    assert read(study.results / "grpo-seed0.json")["workers"] is None, "it was trained beside other work"
     assert "training" in (study.runs / "logs" / "grpo-seed0.log").read_text()
 
 

@@ -102,6 +102,16 @@ def test_scores_of_questions() -> None:
         told = values(one, "in_domain", score)[0]
         assert told[:2].tolist() == [style_spread([0] * 4 + [1] * 4)[place], style_spread([0] * 8)[place]]
         assert np.isnan(told[2]), "no answer in any style"
+    assert np.isnan(values(one, "in_domain", "forms")).all(), "not counted"
+
+
+def test_different_right_answers_take_the_place_of_styles_where_they_are_counted() -> None:
+    counted = {**a_set(8, [8, 4, 0]), "forms": [[4, 2, 2], [4], []]}
+    one = setting("a", None, counted)
+    assert values(one, "in_domain", "forms").tolist() == [[3, 1, 0]]
+    assert values(one, "in_domain", "bits")[0][:2].tolist() == [1.5, 0]
+    assert values(one, "in_domain", "top")[0][:2].tolist() == [0.5, 1]
+    assert np.isnan(values(one, "in_domain", "bits")[0][2]), "nothing was right"
 
 
 def test_keep_and_explore_are_those_of_the_evaluation_over_all_seeds() -> None:
@@ -175,7 +185,7 @@ def test_the_tables_say_what_the_files_say(report: Path) -> None:
     assert (best["keep"], best["explore"]) == ("1.000 ± 0.000", "1.000 ± 0.000")
     assert (chosen["grpo", ""]["keep"][:5], chosen["grpo", ""]["explore"][:5]) == ("0.667", "0.000")
     assert best["bits"].startswith(f"{np.mean([0.811278, 1, 0.811278, 0]):.3f} ±")
-    assert best["top style"].startswith("0.750 ±")  # 12, 8, 12 and 16 of 16
+    assert best["commonest"].startswith("0.750 ±")  # 12, 8, 12 and 16 of 16
     assert "pass@32" not in best, "there are 16 answers"
     costs = rows_of(text, "### Partition")
     assert costs["dph_f", "eta = 2"] | {"x": ""} == {
@@ -400,7 +410,7 @@ def test_the_scatter_shows_every_run_that_holds_kl(report: Path, monkeypatch: py
     seen: dict[str, Figure] = {}
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: seen.update({path.name: figure}))
     draw(report, load_results(a_study(report, "grpo", "dph_f")))
-    cross = seen["forgetting.png"].axes[1]
+    cross = seen["forgetting.png"].axes[2]
     assert cross.get_title() == "cross-domain, pass@16"
     shown = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in cross.lines}
     assert shown["grpo"] == ([0.4, 0.4], [-0.25, -0.25])
