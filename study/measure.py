@@ -47,13 +47,18 @@ TEXT_TOKENS = 256  # of each text
 
 
 def train(run: Run, busy: bool) -> None:
-    """Does what the command train.py does, in this process, unless that is done; what it took into usage.json."""
+    """Does what the command train.py does, in this process; what it took into usage.json.
+
+    A training that is done is begun again, too: train.py then has no step to take, and refuses the run where its
+    questions or graders have changed since.
+    """
     usage = run.config.run_folder / "usage.json"
-    if usage.exists():
-        return
+    done = usage.exists()
     began = time.monotonic()
     sys.argv = [str(TRAIN), *run.command]
     runpy.run_path(str(TRAIN), run_name="__main__")
+    if done:
+        return
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     write_text(usage, json.dumps({"seconds": time.monotonic() - began, "peak_bytes": peak, "busy": busy}) + "\n")
 

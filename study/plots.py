@@ -12,11 +12,12 @@ import matplotlib
 
 matplotlib.use("Agg")  # files only; no screen is needed
 import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from study.forgetting import points, remembered
 from study.plan import BASE
-from study.results import CHOICE, Results, Setting, pass_score, samples, seeds_with, values
-from study.statistics import estimate
+from study.results import CHOICE, Results, Setting, difference, pass_score, samples, seeds_with, values
 from study.tables import KS
 
 COLOURS = [*plt.get_cmap("tab10").colors, *plt.get_cmap("Dark2").colors]  # type: ignore[attr-defined]
@@ -41,25 +42,38 @@ def draw(folder: Path, results: Results) -> list[Path]:
 
 
 def _pass_at_k(results: Results, looks: Looks) -> Any:
-    """pass@k against k with 95 % intervals, a panel for each domain."""
+    """Above pass@k against k; below each method minus the base with paired 95 % intervals. A column for each domain."""
     domains = results.domains
-    figure, panels = _panels(len(domains))
-    for panel, (name, each) in zip(panels, domains.items(), strict=True):
+    columns = len(domains)
+    figure, grid = plt.subplots(2, columns, figsize=(4.4 * columns, 7.2), layout="constrained", squeeze=False)
+    for above, below, (name, each) in zip(*grid, domains.items(), strict=True):
         ks = [k for k in sorted({*KS, 2}) if k <= samples(results.base, name)]
-        for setting in (results.base, *results.chosen):
-            if not seeds_with(setting, name):
-                continue
-            found = [estimate(values(setting, name, f"pass@{k}")) for k in ks]
-            look = looks[setting.method]
-            panel.plot(ks, [e.mean for e in found], label=setting.label, markersize=4, **look)
-            panel.fill_between(ks, [e.low for e in found], [e.high for e in found], color=look["color"], alpha=0.1)
-        panel.set(title=each.title, xscale="log", xlabel="k", ylabel="pass@k")
-        panel.set_ylim(top=1.02)
-        panel.set_xticks(ks, map(str, ks))
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+        measured = [setting for setting in (results.base, *results.chosen) if seeds_with(setting, name)]
+        for setting in measured:
+            heights = [values(setting, name, f"pass@{k}").mean() for k in ks]
+            above.plot(ks, heights, label=setting.label, markersize=4, **looks[setting.method])
+        above.set(title=each.title, ylabel="pass@k")
+        for place, setting in enumerate(measured[1:]):
+            found = [difference(setting, results.base, name, f"pass@{k}") for k in ks]
+            means = np.array([e.mean for e in found])
+            arms = [means - [e.low for e in found], [e.high for e in found] - means]
+            beside = np.array(ks) * 1.05 ** (place - (len(measured) - 2) / 2)  # so that no interval hides another
+            below.errorbar(beside, means, arms, linewidth=0.9, markersize=4, **looks[setting.method])
+        below.axhline(0, color=looks[BASE]["color"], linewidth=0.8)
+        below.set(xlabel="k", ylabel="pass@k minus the base's")
+        for panel in (above, below):
+            panel.set_xscale("log")
+            panel.set_xticks(ks, map(str, ks))
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+    _legend(figure, grid[0][0])
     return figure
+
+
+def _legend(figure: Any, panel: Any) -> None:
+    """One legend for all panels, under them, where it hides nothing."""
+    handles, labels = panel.get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=min(len(labels), 8))
 
 
 def _panels(count: int) -> tuple[Any, list[Any]]:
@@ -109,6 +123,9 @@ def _forgetting(results: Results, looks: Looks) -> Any:
         panel.axhline(0, color="black", linewidth=0.8)
         kl_title = results.study.sets[kl_set].title
         panel.set(title=title, xscale="log", xlabel=f"KL to the base, {kl_title}, nats a token", ylabel="minus base")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+    _legend(figure, panels[0])
     return figure

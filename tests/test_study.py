@@ -29,7 +29,7 @@ from dph.prompts import tokenize
 from dph.tasks.miniature import MiniatureTask, style_of
 from dph.tokenizer import load_tokenizer
 from study import run as study_run
-from study.measure import measure, write_result
+from study.measure import measure, train, write_result
 from study.plan import BASE, Run, Study, changed, load_study, make_run, pick
 from study.plots import draw
 from study.report import write_tables
@@ -289,7 +289,9 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study_run, "LOOK", 0.02)
 
 
-def test_a_whole_run_by_its_process_leaves_one_file_that_agrees_with_an_evaluation(study: Study, base: Path) -> None:
+def test_a_whole_run_by_its_process_leaves_one_file_that_agrees_with_an_evaluation(
+    study: Study, base: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     measure(study, make_run(study, (BASE, None), 0))  # here: imports take seconds
     run_study(study, ["grpo"], 1)
     run = make_run(study, ("grpo", None), 0)
@@ -327,7 +329,13 @@ def test_a_whole_run_by_its_process_leaves_one_file_that_agrees_with_an_evaluati
     (run.config.run_folder / "usage.json").write_text(json.dumps({**usage, "busy": True}))
     measure(study, run)
     assert read(study.results / "grpo-seed0.json")["workers"] is None, "it was trained beside other work"
+    assert read(run.config.run_folder / "usage.json")["seconds"] == usage["seconds"], "it is trained once"
     assert "training" in (study.runs / "logs" / "grpo-seed0.log").read_text()
+    made_from = run.config.run_folder / "made_from.json"
+    made_from.write_text(json.dumps({**read(made_from), "prompts": "of other questions"}))
+    with pytest.raises(SystemExit):
+        train(run, busy=False)
+    assert "made with other prompts" in capfd.readouterr().err
 
 
 def test_a_text_is_scored_token_by_token_after_the_begin_token(study: Study, base: Path) -> None:

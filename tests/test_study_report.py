@@ -217,6 +217,9 @@ def test_pictures_show_what_the_files_say(report: Path, monkeypatch: pytest.Monk
     base, grpo = ([*map(float, line.get_ydata())] for line in seen["pass_at_k.png"].axes[0].lines)
     assert base == [pytest.approx(np.mean([pass_at_k(16, c, k) for c in (8, 8, 0, 16)])) for k in (1, 2, 4, 8, 16)]
     assert grpo == [0.5] * 5
+    below = seen["pass_at_k.png"].axes[len(load_results(a_study(report)).domains)]
+    minus = [line for line in below.lines if len(line.get_xdata()) == 5]
+    assert [list(line.get_ydata()) for line in minus] == [pytest.approx(np.subtract(grpo, base))]
     plane = {line.get_label(): (line.get_xdata()[0], line.get_ydata()[0]) for line in seen["pareto.png"].axes[0].lines}
     assert plane == {"base": (0.5, 0.75), "grpo": (0.5, 0.5)}
 
