@@ -53,11 +53,10 @@ def train(run: Run, busy: bool) -> None:
     questions or graders have changed since.
     """
     usage = run.config.run_folder / "usage.json"
-    done = usage.exists()
     began = time.monotonic()
     sys.argv = [str(TRAIN), *run.command]
     runpy.run_path(str(TRAIN), run_name="__main__")
-    if done:
+    if usage.exists():  # it was trained before; this start took no step
         return
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     write_text(usage, json.dumps({"seconds": time.monotonic() - began, "peak_bytes": peak, "busy": busy}) + "\n")

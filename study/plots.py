@@ -1,7 +1,7 @@
 """The study's pictures, from the same JSON files as its tables (report.py), each method in one colour throughout.
 
-pass_at_k.png shows each method at the setting chosen on validation; pareto.png shows every setting; forgetting.png
-shows every run, what it changed against its KL to the base.
+pass_at_k.png shows each method at the setting chosen on validation, and what it gains and loses against the base;
+pareto.png shows every setting; forgetting.png shows every run, what it changed against its KL to the base.
 """
 
 from collections.abc import Sequence
@@ -48,19 +48,11 @@ def _pass_at_k(results: Results, looks: Looks) -> Any:
     figure, grid = plt.subplots(2, columns, figsize=(4.4 * columns, 7.2), layout="constrained", squeeze=False)
     for above, below, (name, each) in zip(*grid, domains.items(), strict=True):
         ks = [k for k in sorted({*KS, 2}) if k <= samples(results.base, name)]
-        measured = [setting for setting in (results.base, *results.chosen) if seeds_with(setting, name)]
-        for setting in measured:
+        for setting in (results.base, *_measured(results, name)):
             heights = [values(setting, name, f"pass@{k}").mean() for k in ks]
             above.plot(ks, heights, label=setting.label, markersize=4, **looks[setting.method])
         above.set(title=each.title, ylabel="pass@k")
-        for place, setting in enumerate(measured[1:]):
-            found = [difference(setting, results.base, name, f"pass@{k}") for k in ks]
-            means = np.array([e.mean for e in found])
-            arms = [means - [e.low for e in found], [e.high for e in found] - means]
-            beside = np.array(ks) * 1.05 ** (place - (len(measured) - 2) / 2)  # so that no interval hides another
-            below.errorbar(beside, means, arms, linewidth=0.9, markersize=4, **looks[setting.method])
-        below.axhline(0, color=looks[BASE]["color"], linewidth=0.8)
-        below.set(xlabel="k", ylabel="pass@k minus the base's")
+        _minus_base(below, results, name, ks, looks)
         for panel in (above, below):
             panel.set_xscale("log")
             panel.set_xticks(ks, map(str, ks))
@@ -68,6 +60,26 @@ def _pass_at_k(results: Results, looks: Looks) -> Any:
             panel.grid(alpha=0.3)
     _legend(figure, grid[0][0])
     return figure
+
+
+def _minus_base(panel: Any, results: Results, name: str, ks: Sequence[int], looks: Looks) -> None:
+    """Each chosen setting's pass@k minus the base's, with its interval, beside one another at each k."""
+    settings = _measured(results, name)
+    middle = (len(settings) - 1) / 2
+    for place, setting in enumerate(settings):
+        found = [difference(setting, results.base, name, f"pass@{k}") for k in ks]
+        means = np.array([each.mean for each in found])
+        down = means - [each.low for each in found]
+        up = [each.high for each in found] - means
+        apart = 1.05 ** (place - middle)  # a factor, as k has a logarithmic axis
+        panel.errorbar(np.array(ks) * apart, means, (down, up), linewidth=0.9, markersize=4, **looks[setting.method])
+    panel.axhline(0, color=looks[BASE]["color"], linewidth=0.8)
+    panel.set(xlabel="k", ylabel="pass@k minus the base's")
+
+
+def _measured(results: Results, name: str) -> list[Setting]:
+    """The chosen settings that were measured on a set."""
+    return [setting for setting in results.chosen if seeds_with(setting, name)]
 
 
 def _legend(figure: Any, panel: Any) -> None:
