@@ -4,10 +4,13 @@ A policy's KL to its base on what it says predicts what it forgets (arXiv 2509.0
 method. `forgetting_rows` lets both explain the same runs. `equal_kl_rows` takes KL out of the comparison: each method's
 scores are interpolated along its eta, at the eta at which its KL is that of one reference method.
 
+A few questions of which the policy now says something that the base never would can make most of the mean KL. So
+everything is read twice: with the mean over questions, which is the KL, and with the median question's.
+
 Simplified: straight lines between neighbouring values of eta, in log eta and log KL; nothing beyond a sweep's ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +26,10 @@ from study.statistics import (
     spearman_interval,
 )
 from study.tables import Row
+
+Reading = Callable[[Array], np.float64]  # one KL of the questions' KLs
+MEDIAN = " (median question)"
+READINGS: dict[str, Reading] = {"": np.mean, MEDIAN: np.median}  # by what a table adds to a set's title
 
 ETA = "loss.eta"
 TRIES = 16  # k of the pass@k that counts as remembering
@@ -54,7 +61,7 @@ def remembered(results: Results) -> dict[str, tuple[str, str]]:
     return measures
 
 
-def points(results: Results, kl_set: str, name: str, score: str) -> Points:
+def points(results: Results, kl_set: str, name: str, score: str, read: Reading = np.mean) -> Points:
     """Every run of every setting that was measured on both sets; KL of 0 has no logarithm and is left out."""
     methods: list[str] = []
     seeds: list[int] = []
@@ -64,7 +71,7 @@ def points(results: Results, kl_set: str, name: str, score: str) -> Points:
         for seed in common_seeds(setting, results.base, name):
             if seed not in seeds_with(setting, kl_set):
                 continue
-            kl = float(values(setting, kl_set, "kl", [seed]).mean())
+            kl = float(read(values(setting, kl_set, "kl", [seed])))
             if not kl > 0:  # nor where an older result does not hold it
                 continue
             change = np.nanmean(values(setting, name, score, [seed]) - values(results.base, name, score, [seed]))
@@ -76,10 +83,12 @@ def points(results: Results, kl_set: str, name: str, score: str) -> Points:
 
 
 def change_row(results: Results, setting: Setting) -> Row:
-    """KL to the base, and every measure minus the base's."""
+    """KL to the base, with the median question's, and every measure minus the base's."""
     row = {}
     for name, each in results.measured_kl.items():
-        row[f"KL, {each.title}"] = _short(estimate(values(setting, name, "kl")))
+        kl = values(setting, name, "kl")
+        row[f"KL, {each.title}"] = _short(estimate(kl))
+        row[f"KL, {each.title}{MEDIAN}"] = _four(float(np.median(kl)) if kl.size else np.nan)
     for title, (name, score) in remembered(results).items():
         seeds = common_seeds(setting, results.base, name)
         found = NOTHING
@@ -93,23 +102,30 @@ def _short(found: Estimate) -> str:
     return "–" if found.mean != found.mean else f"{found.mean:.4f} [{found.low:.4f}, {found.high:.4f}]"
 
 
+def _four(number: float) -> str:
+    return "–" if number != number else f"{number:.4f}"
+
+
 def forgetting_rows(results: Results) -> list[Row]:
     """For each KL and each measure: rank correlation, and what log KL and the method's name explain of its variance."""
     rows = []
     for kl_set, each in results.measured_kl.items():
-        for title, (name, score) in remembered(results).items():
-            found = points(results, kl_set, name, score)
-            if len(found.kl) < 3:
-                continue
-            correlation = spearman_interval(found.kl, found.change, found.seeds)
-            by_kl = explained_by_line(np.log(found.kl), found.change)
-            by_name = explained_by_group(found.methods, found.change)
-            row = {"KL on": each.title, "change of": title, "runs": str(len(found.kl))}
-            row["rank correlation"] = correlation.signed()
-            row["R² of log KL"] = _number(by_kl)
-            row["R² of the method"] = _number(by_name)
-            rows.append(row)
+        for added, read in READINGS.items():
+            for title, (name, score) in remembered(results).items():
+                found = points(results, kl_set, name, score, read)
+                if len(found.kl) >= 3:
+                    rows.append({"KL on": f"{each.title}{added}", "change of": title} | _explained(found))
     return rows
+
+
+def _explained(found: Points) -> Row:
+    """The rank correlation of change and KL, and both explanations' R²."""
+    return {
+        "runs": str(len(found.kl)),
+        "rank correlation": spearman_interval(found.kl, found.change, found.seeds).signed(),
+        "R² of log KL": _number(explained_by_line(np.log(found.kl), found.change)),
+        "R² of the method": _number(explained_by_group(found.methods, found.change)),
+    }
 
 
 def _number(value: float) -> str:
@@ -140,15 +156,17 @@ class Between:
         return (1 - self.share) * low + self.share * values(self.high, name, score, seeds)
 
 
-def log_kl(setting: Setting, name: str, seeds: Sequence[int]) -> float:
+def log_kl(setting: Setting, name: str, seeds: Sequence[int], read: Reading = np.mean) -> float:
     """The logarithm of KL to the base, averaged over seeds; NaN where it was not measured or is 0."""
-    kl = values(setting, name, "kl", seeds).mean(1)  # (seeds,)
+    kl = np.array([read(mine) for mine in values(setting, name, "kl", seeds)])  # (seeds,)
     return float(np.log(kl).mean()) if (kl > 0).all() else np.nan
 
 
-def find_equal(sweep: Sequence[Setting], target: float, name: str, seeds: Sequence[int]) -> Between | None:
+def find_equal(
+    sweep: Sequence[Setting], target: float, name: str, seeds: Sequence[int], read: Reading = np.mean
+) -> Between | None:
     """The point of a sweep, its settings by rising eta, at which log KL first reaches `target`; None: nowhere."""
-    heights = [log_kl(setting, name, seeds) for setting in sweep]
+    heights = [log_kl(setting, name, seeds, read) for setting in sweep]
     for i in range(len(sweep) - 1):
         before, after = heights[i], heights[i + 1]
         if min(before, after) <= target <= max(before, after):
@@ -157,7 +175,7 @@ def find_equal(sweep: Sequence[Setting], target: float, name: str, seeds: Sequen
     return None
 
 
-def equal_kl_rows(results: Results) -> list[Row]:
+def equal_kl_rows(results: Results, read: Reading = np.mean) -> list[Row]:
     """Each swept method at the eta at which its KL in domain is the reference method's, minus the reference."""
     reference = results.method(results.study.table.equal_kl)
     home = results.study.in_domain
@@ -171,13 +189,13 @@ def equal_kl_rows(results: Results) -> list[Row]:
         seeds = sorted(set.intersection(*(set(seeds_with(each, home)) for each in (reference, *sweep))))
         if not seeds:
             continue
-        target = log_kl(reference, home, seeds)
+        target = log_kl(reference, home, seeds, read)
         if np.isnan(target):
             continue
-        place = find_equal(sweep, target, home, seeds)
+        place = find_equal(sweep, target, home, seeds, read)
         row = {"method": method, "seeds": str(len(seeds)), "KL": _kl(target)}
         if place is None:
-            ends = [log_kl(each, home, seeds) for each in (sweep[0], sweep[-1])]
+            ends = [log_kl(each, home, seeds, read) for each in (sweep[0], sweep[-1])]
             row["eta"] = f"outside the sweep, whose KL goes from {_kl(ends[0])} to {_kl(ends[1])}"
         else:
             row["eta"] = f"{place.eta:.3g}"
@@ -186,7 +204,7 @@ def equal_kl_rows(results: Results) -> list[Row]:
 
 
 def _kl(log: float) -> str:
-    return "–" if log != log else f"{np.exp(log):.4f}"
+    return _four(float(np.exp(log)))
 
 
 def _minus(results: Results, place: Between | None, reference: Setting, seeds: Sequence[int]) -> Row:

@@ -1,7 +1,8 @@
 """The study's pictures, from the same JSON files as its tables (report.py), each method in one colour throughout.
 
-pass_at_k.png shows each method at the setting chosen on validation, and what it gains and loses against the base;
-pareto.png shows every setting; forgetting.png shows every run, what it changed against its KL to the base.
+pass_at_k.png shows each method that was run at all seeds, at the setting chosen on validation, and what it gains and
+loses against the base; pareto.png shows every setting minus the base; forgetting.png shows every run, what it changed
+against its KL to the base.
 """
 
 from collections.abc import Sequence
@@ -78,8 +79,9 @@ def _minus_base(panel: Any, results: Results, name: str, ks: Sequence[int], look
 
 
 def _measured(results: Results, name: str) -> list[Setting]:
-    """The chosen settings that were measured on a set."""
-    return [setting for setting in results.chosen if seeds_with(setting, name)]
+    """The chosen settings that were measured on a set at all seeds: the means of others are of other questions."""
+    everywhere = seeds_with(results.base, name)
+    return [setting for setting in results.chosen if seeds_with(setting, name) == everywhere]
 
 
 def _legend(figure: Any, panel: Any) -> None:
@@ -100,22 +102,23 @@ def _panels(count: int) -> tuple[Any, list[Any]]:
 
 
 def _pareto(results: Results, looks: Looks) -> Any:
-    """In domain: pass@1 against pass@16, each method a curve along its sweep."""
+    """In domain: pass@1 against pass@16, both minus the base at the same seeds; each method a curve along its sweep."""
     home = results.study.in_domain
     everything: Sequence[Setting] = (results.base, *results.settings)
-    figure, panel = plt.subplots(figsize=(6, 5), layout="constrained")
+    figure, panel = plt.subplots(figsize=(7.4, 5), layout="constrained")
     across, up = [pass_score(results.base, home, k) for k in CHOICE]
     for method in dict.fromkeys(setting.method for setting in everything):
         mine = [setting for setting in everything if setting.method == method]
-        xs = [values(setting, home, across).mean() for setting in mine]
-        ys = [values(setting, home, up).mean() for setting in mine]
+        xs = [difference(setting, results.base, home, across).mean for setting in mine]
+        ys = [difference(setting, results.base, home, up).mean for setting in mine]
         panel.plot(xs, ys, label=method, markersize=5, linewidth=1, **looks[method])
         for setting, x, y in zip(mine, xs, ys, strict=True):
             if setting.value is not None:
                 panel.annotate(f"{setting.value:g}", (x, y), (3, 3), textcoords="offset points", fontsize=7)
-    panel.set(title="In domain; numbers are the swept key's value", xlabel=across, ylabel=up)
+    title = "In domain, minus the base; numbers are the swept key's value"
+    panel.set(title=title, xlabel=f"{across} minus the base's", ylabel=f"{up} minus the base's")
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")
     return figure
 
 

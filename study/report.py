@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dph.checkpoint import write_text
-from study.forgetting import change_row, equal_kl_rows, forgetting_rows
+from study.forgetting import READINGS, change_row, equal_kl_rows, forgetting_rows
 from study.results import Results, Setting, samples
 from study.tables import (
     Row,
@@ -53,7 +53,8 @@ KL_HEAD = """# Tables of the study: KL to the base
 Written by `python -m study.run --report` from the files in runs/; not by hand.
 
 KL: KL(policy || base) on the policy's own answers, nats a token, with its 95 % interval. Everything else is minus the
-base, the same questions of the same seeds; bold where the interval leaves out 0.
+base, the same questions of the same seeds; bold where the interval leaves out 0. "median question": of the questions'
+KLs the median, since a few questions can make most of the mean.
 """
 EXPLAIN = """One point is one run: its KL to the base, and what changed against the base of its seed. The rank
 correlation is Spearman's, its interval a bootstrap over seeds and runs. R²: the share of the change's variance that is
@@ -61,9 +62,9 @@ predicted for runs left out one at a time, by a straight line in log KL, or by t
 Below 0: the mean of all other runs predicts better.
 
 """
-EQUAL = """Each method at the η at which its KL in domain is that of {method} at its chosen setting, minus {method}.
-Between two values of the sweep log KL and all scores are taken to be straight lines in log η. Nothing is read beyond a
-sweep's ends.
+EQUAL = """Each method at the η at which its KL in domain{added} is that of {method} at its chosen setting, minus
+{method}. Between two values of the sweep log KL and all scores are taken to be straight lines in log η. Nothing is read
+beyond a sweep's ends.
 
 """
 
@@ -138,9 +139,11 @@ def kl_tables(results: Results) -> str:
     explained = forgetting_rows(results)
     if explained:
         parts.append(f"## Does KL or the method explain it?\n\n{EXPLAIN}{markdown(explained)}")
-    equal = equal_kl_rows(results)
-    if equal:
-        parts.append(f"## At equal KL\n\n{EQUAL.format(method=results.study.table.equal_kl)}{markdown(equal)}")
+    for added, read in READINGS.items():
+        equal = equal_kl_rows(results, read)
+        if equal:
+            head = EQUAL.format(method=results.study.table.equal_kl, added=added)
+            parts.append(f"## At equal KL{added}\n\n{head}{markdown(equal)}")
     return "\n".join(parts)
 
 

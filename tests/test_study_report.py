@@ -17,11 +17,11 @@ from dph import evaluation
 from dph.errors import UserError
 from dph.evaluation import pass_at_k
 from dph.tasks.miniature import style_spread
-from study.forgetting import find_equal, points
+from study.forgetting import READINGS, equal_kl_rows, find_equal, points
 from study.measure import write_result
-from study.plan import BASE, MethodTable, SetTable, Study, StudyTable, load_study
+from study.plan import BASE, MethodTable, SetTable, Study, StudyTable
 from study.plots import draw
-from study.report import kl_tables, main_tables, many_tables, write_tables
+from study.report import kl_tables, main_tables, many_tables
 from study.results import Setting, choose, difference, keep_explore, load_results, validation_score, values
 from study.statistics import (
     crossing,
@@ -221,7 +221,16 @@ def test_pictures_show_what_the_files_say(report: Path, monkeypatch: pytest.Monk
     minus = [line for line in below.lines if len(line.get_xdata()) == 5]
     assert [list(line.get_ydata()) for line in minus] == [pytest.approx(np.subtract(grpo, base))]
     plane = {line.get_label(): (line.get_xdata()[0], line.get_ydata()[0]) for line in seen["pareto.png"].axes[0].lines}
-    assert plane == {"base": (0.5, 0.75), "grpo": (0.5, 0.5)}
+    assert plane == {"base": (0, 0), "grpo": (0, -0.25)}, "minus the base's (0.5, 0.75)"
+
+
+def test_pass_at_k_is_drawn_of_methods_at_all_seeds(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (report / "runs" / "grpo-seed1.json").unlink()
+    seen: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: seen.update({path.name: figure}))
+    draw(report, load_results(a_study(report)))
+    assert [line.get_label() for line in seen["pass_at_k.png"].axes[0].lines] == ["base", "dph_f, eta = 2"]
+    assert len(seen["pareto.png"].axes[0].lines) == 3, "its differences are of the seeds that a method has"
 
 
 def test_what_came_from_another_base_is_left_out_and_said(report: Path) -> None:
@@ -288,7 +297,8 @@ def test_a_set_without_right_answers_shows_its_kl_alone(report: Path) -> None:
     assert "chats" not in main_tables(results)
     row = rows_of(kl_tables(results), "## KL")["dph_f", "eta = 2"]
     assert row["KL, chats"].startswith("0.5000 [")
-    assert [name for name in row if "chats" in name] == ["KL, chats"]
+    assert row["KL, chats (median question)"] == "0.5000"
+    assert [name for name in row if "chats" in name] == ["KL, chats", "KL, chats (median question)"]
 
 
 # Many tries
@@ -364,12 +374,12 @@ def test_what_a_line_and_a_group_explain_by_hand() -> None:
     assert alone == pytest.approx(0), "alone in its group, a run is predicted by the mean of all others"
 
 
-def with_kl(report: Path, kl: dict[str, float]) -> None:
-    """Gives every result of the name the same KL on all questions in domain."""
+def with_kl(report: Path, kl: dict[str, float | list[float]]) -> None:
+    """Gives every result of the name a KL on each of four questions in domain, the same one or these."""
     for name, nats in kl.items():
         for path in (report / "runs").glob(f"{name}-seed*.json"):
             found = json.loads(path.read_text())
-            home = {**found["sets"]["in_domain"], "kl": [nats] * 4}
+            home = {**found["sets"]["in_domain"], "kl": nats if isinstance(nats, list) else [nats] * 4}
             write_result(path, {**found, "sets": {**found["sets"], "in_domain": home}})
 
 
@@ -408,6 +418,21 @@ def test_equal_kl_is_found_on_straight_lines_in_logarithms(report: Path) -> None
     )
 
 
+def test_a_few_questions_that_make_most_of_the_kl_do_not_move_the_median_questions(report: Path) -> None:
+    a_result(report, "rkl", 0.1, 0, [16, 0, 0, 16])
+    a_result(report, "rkl", 10, 0, [8, 8, 8, 16])
+    with_kl(report, {"rkl-eta0.1": [0.4, 0.4, 0.4, 2.8], "rkl-eta10": 0.1, "grpo": [0.1, 0.2, 0.2, 3.5]})
+    study = a_study(report, "grpo", "rkl")
+    results = load_results(replace(study, table=replace(study.table, equal_kl="grpo")))
+    whole, median = (equal_kl_rows(results, read)[0] for read in READINGS.values())
+    assert (whole["KL"], whole["eta"]) == ("1.0000", "0.1")
+    assert (median["KL"], median["eta"]) == ("0.2000", "1")
+    assert points(results, "in_domain", "in_domain", "pass@16", np.median).kl.tolist() == [0.2, 0.2, 0.4, 0.1]
+    text = kl_tables(results)
+    assert "## At equal KL (median question)" in text
+    assert "| in domain (median question) | cross-domain, pass@16 | 4 |" in text
+
+
 def test_the_scatter_shows_every_run_that_holds_kl(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_kl(report, {"grpo": 0.4, "dph_f-eta2": 0.1})
     seen: dict[str, Figure] = {}
@@ -418,51 +443,3 @@ def test_the_scatter_shows_every_run_that_holds_kl(report: Path, monkeypatch: py
     shown = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in cross.lines}
     assert shown["grpo"] == ([0.4, 0.4], [-0.25, -0.25])
     assert shown["dph_f"] == ([0.1, 0.1], [0.25, 0.25])
-
-
-# The committed files
-
-
-def said(words: str) -> str:
-    """The number that follows these words in docs/study.md, as it stands there."""
-    found = re.search(re.escape(words) + r" ([+−]?\d*\.\d+)", (ROOT / "docs" / "study.md").read_text(encoding="utf-8"))
-    assert found is not None, f"docs/study.md no longer says {words!r}"
-    return found[1]
-
-
-def files_of(name: str) -> list[Any]:
-    """The committed JSON files of one setting, by seed."""
-    return [json.loads(path.read_text()) for path in sorted((ROOT / "docs/study/runs").glob(f"{name}-seed*.json"))]
-
-
-def mean_at_16(name: str, role: str) -> float:
-    """pass@16 over all questions of all seeds, with nothing but the definition: 1 - C(n - c, 16) / C(n, 16)."""
-    scores = [
-        1 - math.comb(run["sets"][role]["n"] - correct, 16) / math.comb(run["sets"][role]["n"], 16)
-        for run in files_of(name)
-        for correct in run["sets"][role]["correct"]
-    ]
-    return sum(scores) / len(scores)
-
-
-def as_said(number: float) -> str:
-    return f"{number:+.3f}".replace("-", "−").replace("0.", ".", 1)
-
-
-def test_three_numbers_of_the_study_are_those_of_its_files_by_plain_means() -> None:
-    chosen = re.search(r"\| dph_js, η = (\S+) \|", (ROOT / "docs" / "study.md").read_text(encoding="utf-8"))
-    assert chosen is not None
-    js = f"dph_js-eta{chosen[1]}"
-    fall = mean_at_16("grpo", "in_domain") - mean_at_16("base", "in_domain")
-    assert said("grpo − base at 16 tries:") == as_said(fall)
-    kept = mean_at_16(js, "in_domain") - mean_at_16("base", "in_domain")
-    assert said("dph_js − base at 16 tries:") == as_said(kept)
-    abroad = mean_at_16(js, "out_of_domain") - mean_at_16("grpo", "out_of_domain")
-    assert said("dph_js − grpo on arithmetic at 16 tries:") == as_said(abroad)
-
-
-def test_the_committed_tables_are_those_of_the_committed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    study = load_study(ROOT / "study" / "study.toml")
-    for path in write_tables(tmp_path, load_results(study)):
-        assert path.read_text() == (ROOT / study.table.report / path.name).read_text()
