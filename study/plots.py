@@ -21,7 +21,7 @@ from study.plan import BASE
 from study.results import CHOICE, Results, Setting, difference, pass_score, samples, seeds_with, values
 from study.tables import KS
 
-COLOURS = [*plt.get_cmap("tab10").colors, *plt.get_cmap("Dark2").colors]  # type: ignore[attr-defined]
+COLOURS = [colour for name in ("tab10", "Dark2", "tab20b") for colour in plt.get_cmap(name).colors]  # type: ignore[attr-defined]
 MARKERS = "osD^vP*X<>"
 ACROSS = 4  # panels in a row
 Looks = dict[str, dict[str, Any]]  # colour and marker of each method
